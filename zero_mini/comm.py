@@ -1,0 +1,121 @@
+"""The four collectives ZeRO is made of, and a ledger of every call.
+
+Volumes (arXiv 1910.02054, section 7.1; ring algorithms): with N ranks and a buffer of P elements,
+a reduce-scatter and an all-gather each move P (N-1)/N elements over a rank's wire, and an
+all-reduce, which is the one followed by the other, moves 2 P (N-1)/N. These two lines are the
+whole cost model of ZeRO.
+
+    before            all_reduce         reduce_scatter     all_gather
+    rank 0  a0 b0     rank 0  A  B       rank 0  A  .       rank 0  A  B
+    rank 1  a1 b1     rank 1  A  B       rank 1  .  B       rank 1  A  B
+
+    A = mean(a0, a1), B = mean(b0, b1); all_gather starts from reduce_scatter's result.
+
+Every reduction here is a *mean*: the loss of the global batch is the mean of the ranks' losses.
+Every call is asynchronous and returns a work; nothing is known to have arrived before
+`work.wait()`. On NCCL that call does not stop the host: it makes the current CUDA stream wait, and
+launching makes NCCL's stream wait for everything enqueued so far, so no stream object is needed.
+
+Left out: hierarchical and quantised collectives (ZeRO++, arXiv 2306.10209).
+"""
+
+import datetime
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as the ledger keeps it."""
+
+    kind: str  # "all_reduce", "reduce_scatter", "all_gather" or "broadcast"
+    unit: str  # whose data travelled
+    numel: int  # elements of the whole buffer, P, padding included
+    itemsize: int  # bytes of an element
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the whole buffer."""
+        return self.numel * self.itemsize
+
+    def wire_numel(self, world_size: int) -> float:
+        """Elements over one rank's wire, ring convention.
+
+        >>> Call("all_reduce", "blocks.0", numel=8, itemsize=4).wire_numel(world_size=4)
+        12.0
+        >>> Call("all_gather", "blocks.0", numel=8, itemsize=4).wire_numel(world_size=4)
+        6.0
+        """
+        passes = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1}[self.kind]
+        return passes * self.numel * (world_size - 1) / world_size
+
+
+class Comm:
+    """The collectives of one process group.
+
+    `calls` holds what was launched since the step began, `last_step` what the last whole step
+    launched: both in order, which has to be the same on every rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        self.group = group or dist.group.WORLD
+        self.rank = dist.get_rank(self.group)
+        self.world_size = dist.get_world_size(self.group)
+        self.averages = dist.get_backend(self.group) == "nccl"  # gloo can only sum
+        # Host-side words between ranks need a CPU group of their own: they must neither queue
+        # behind collectives on the GPU nor be mistaken for one of them.
+        ranks = dist.get_process_group_ranks(self.group)
+        self.host_group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(minutes=10))
+        self.calls: list[Call] = []
+        self.last_step: list[Call] = []
+        self.steps = 0
+        # torch 2.13 renamed the two flat collectives; 2.9 to 2.12 have the old names only.
+        self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+    def all_reduce(self, buffer: torch.Tensor, unit: str) -> dist.Work:
+        """buffer (P) <- its mean over ranks, on every rank."""
+        op = self._prepare_mean(buffer)
+        self._record("all_reduce", unit, buffer)
+        return dist.all_reduce(buffer, op=op, group=self.group, async_op=True)
+
+    def reduce_scatter(self, shard: torch.Tensor, buffer: torch.Tensor, unit: str) -> dist.Work:
+        """shard (S = P/N) <- slice `rank` of the mean of buffer (P), which is used up.
+
+        `shard` may be that very slice of `buffer`. Keep `buffer` until the work is waited for.
+        """
+        op = self._prepare_mean(buffer)
+        self._record("reduce_scatter", unit, buffer)
+        return self._reduce_scatter(shard, buffer, op=op, group=self.group, async_op=True)
+
+    def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, unit: str) -> dist.Work:
+        """buffer (P) <- the ranks' shards (S) in rank order; `shard` may be a slice of `buffer`."""
+        self._record("all_gather", unit, buffer)
+        return self._all_gather(buffer, shard, group=self.group, async_op=True)
+
+    def broadcast(self, buffer: torch.Tensor, unit: str) -> dist.Work:
+        """buffer <- rank 0's, on every rank."""
+        self._record("broadcast", unit, buffer)
+        return dist.broadcast(buffer, group=self.group, group_src=0, async_op=True)
+
+    def host_gather(self, value: object) -> list:
+        """Every rank's `value` (anything that pickles), in rank order; never touches a GPU."""
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def end_step(self) -> None:
+        """Close the ledger's page."""
+        self.last_step, self.calls = self.calls, []
+        self.steps += 1
+
+    def _prepare_mean(self, buffer: torch.Tensor) -> dist.ReduceOp:
+        if self.averages:
+            return dist.ReduceOp.AVG
+        buffer.mul_(1 / self.world_size)  # before the sum, as torch DDP does: sums cannot overflow
+        return dist.ReduceOp.SUM
+
+    def _record(self, kind: str, unit: str, buffer: torch.Tensor) -> None:
+        self.calls.append(Call(kind, unit, buffer.numel(), buffer.element_size()))

@@ -1,0 +1,369 @@
+"""Stage 0, data parallelism: every rank keeps everything; gradients are averaged.
+
+Source: arXiv 1910.02054, section 3.1 (memory) and 7.1 (volume); PyTorch DDP, arXiv 2006.15704.
+
+    bytes a parameter   16         = 2 parameters + 2 gradients + 12 optimizer (mixed precision)
+    wire, elements      2 Psi      = one all-reduce, times (N-1)/N
+
+The optimizer's 12 are an fp32 master copy, momentum and variance. In fp32 there is no master copy:
+4 parameters + 4 gradients + 8 optimizer.
+
+All four stages follow one script, whose moments are the methods below. A stage is a class that
+overrides the moments it changes, and nothing else:
+
+    own               once       what does this rank's optimizer update?
+    before_forward    a unit     its parameters are needed
+    after_forward     a unit     its parameters have been used
+    before_backward   a unit     its parameters are needed again
+    on_grad           a unit     its last gradient has arrived: collect it
+    reduce            a unit     its gradients go on the wire
+    after_backward    once       what has not been sent goes now
+    before_step       once       every mean has arrived
+    after_step        once       every unit's new values are published
+    publish           a unit     the new values reach those who compute with them
+
+    time -->   forward           backward                          step
+    compute    u0 u1 u2          u2      u1      u0                update
+    wire                                 r2      r1      r0
+    memory     parameters ####   gradients grow to ####            optimizer ####
+
+Two rules keep ranks together. Collectives start in the same order on every rank whatever its data
+did: reductions in reverse unit order, and a unit that is not ready holds back those after it, up
+to the end of the backward. And a unit is ready when backward has moved on to the next one, not
+when all its gradients exist: a parameter without a gradient on this rank counts as zero.
+
+Left out: gradients as views into the buffer (a copy saved), static-graph tricks, join() for ranks
+with unequal numbers of batches.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from zero_mini.comm import Comm
+from zero_mini.flat import HeldParameter, Unit
+from zero_mini.whole import Whole
+
+
+class DDP(Whole):
+    """The script, and stage 0. Made by `zeroify`; it changes model and optimizer in place.
+
+    `master_dtype` is what the optimizer sees (the dtype the model came in), `dtype` what the model
+    computes in; where they are equal there is no second copy.
+    """
+
+    stage = 0
+
+    def __init__(self, model, optimizer, units: list[Unit], comm: Comm, dtype: torch.dtype, device: torch.device):
+        self.model, self.optimizer, self.units, self.comm = model, optimizer, units, comm
+        self.rank, self.world_size, self.device = comm.rank, comm.world_size, device
+        self.dtype, self.master_dtype = dtype, units[0].params[0].dtype
+        self.mixed = self.dtype != self.master_dtype
+        self.trainable = [unit for unit in units if unit.trainable]
+        self.entered: list[Unit] = []  # units backward has reached and not yet left
+        self.unsent: list[Unit] = []  # units whose reduction this backward still owes
+        self.ready: set[Unit] = set()
+        self.in_backward = False
+        self.syncing = True
+        self.showing_whole = False
+        self.buffers_due = True
+        self.allocate()
+        for unit in units:  # one at a time: the peak is the final states plus two units
+            values = unit.flatten(self.master_dtype, device)
+            comm.broadcast(values, unit.name).wait()
+            unit.nothing = [values.new_full((), float("nan"), dtype=dtype).expand(s) for s in unit.shapes]
+            self.own(unit, values)
+            for param in unit.params:
+                param.__class__, param.unit, param.grad = HeldParameter, unit, None
+        model.to(device)  # what is left: buffers
+        self._sync_buffers()
+        comm.end_step()
+        self._point_optimizer_to_pieces()
+        self._hook()
+
+    # --- the moments -------------------------------------------------------------------------
+
+    def allocate(self) -> None:
+        """Once: buffers that live as long as training does. Stage 0 needs none."""
+
+    def own(self, unit: Unit, values: torch.Tensor) -> None:
+        """Once: values (P) are the same on all ranks. Stage 0 owns them whole."""
+        unit.full = values.to(self.dtype)
+        unit.master = values
+        unit.show(unit.views(unit.full))
+
+    def before_forward(self, unit: Unit) -> None:
+        """The unit's parameters are needed. Stage 0 has them."""
+
+    def after_forward(self, unit: Unit) -> None:
+        """The unit's parameters have been used. Stage 0 keeps them."""
+
+    def before_backward(self, unit: Unit) -> None:
+        """Backward has reached the unit, so it has left the ones before."""
+        for left in [u for u in self.entered if u.module is not unit.module]:
+            if left.outstanding == 0 and not left.is_root:  # called again, or all around the others
+                self.on_grad(left)
+        if unit not in self.entered:
+            self.entered.append(unit)
+
+    def on_grad(self, unit: Unit) -> None:
+        """The unit's gradients are complete: collect them; send what is next in order."""
+        self.entered.remove(unit)
+        if not unit.trainable:
+            return
+        self.finish(unit)
+        unit.take_grads(self.master_dtype)
+        self.ready.add(unit)
+        while self.syncing and self.unsent and self.unsent[-1] in self.ready:
+            self._send(self.unsent.pop())
+
+    def reduce(self, unit: Unit) -> None:
+        """Launch the mean of the unit's gradients. Stage 0 wants all of it on every rank."""
+        work = self.comm.all_reduce(unit.grad, unit.name)
+        unit.reducing = (work, unit.grad, unit.grad)
+
+    def finish(self, unit: Unit) -> None:
+        """If the unit's gradients are on their way: wait, and add them to what is there."""
+        if unit.reducing is None:
+            return
+        work, result, _ = unit.reducing
+        work.wait()
+        unit.reducing = None
+        if unit.own_grad is None:
+            unit.own_grad = result
+        else:  # a further micro-batch: sums are kept in the master's precision
+            unit.own_grad = unit.own_grad.to(self.master_dtype, copy=result.dtype == self.master_dtype).add_(result)
+
+    def after_backward(self) -> None:
+        """The end of the outermost backward: nothing may be left behind."""
+        for unit in list(self.entered):
+            self.on_grad(unit)
+        for unit in self.units:
+            if any(torch.Tensor.grad.__get__(param) is not None for param in unit.params):
+                raise RuntimeError(
+                    f"{unit.name} got a gradient outside its turn: its weights were used without calling "
+                    "its module, or its output was a view that was changed in place, or it was unfrozen "
+                    "after zeroify(); call the module itself, clone() its output, or wrap again"
+                )
+        if self.syncing:
+            again = [unit for unit in reversed(self.trainable) if unit not in self.unsent and unit.grad is not None]
+            for unit in reversed(self.unsent):
+                if unit not in self.ready:
+                    unit.take_grads(self.master_dtype)  # nobody used it here; others may have
+                self._send(unit)
+            for unit in again:  # it came twice in one backward, as under re-entrant checkpointing
+                self._send(unit)
+        self.entered, self.unsent, self.ready, self.in_backward = [], [], set(), False
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Every mean has arrived, in the master's dtype, as the pieces' .grad. May be called twice."""
+        for unit in self.trainable:
+            self.finish(unit)
+            if unit.grad is not None:
+                raise RuntimeError(
+                    f"step: gradients of {unit.name} were accumulated under no_sync() and never reduced; "
+                    "run the last backward of a step outside no_sync()"
+                )
+            if self.mixed or unit.full is None:
+                unit.check_untouched()
+            if unit.own_grad is not None:
+                unit.own_grad = unit.own_grad.to(self.master_dtype)
+                for (_, piece), (_, grad) in zip(unit.pieces, unit.cut(unit.own_grad)):
+                    piece.grad = grad
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Publish every unit's new values, in the order in which the next forward needs them."""
+        for unit in self.trainable:
+            self.publish(unit)
+        self.comm.end_step()
+
+    def publish(self, unit: Unit) -> None:
+        """master -> full. Every rank of stage 0 updated the whole of it."""
+        if self.mixed:
+            unit.full.copy_(unit.master)
+
+    def restore(self, unit: Unit) -> None:
+        """Let the parameters be what they are between turns, after they were something else."""
+        unit.show(unit.views(unit.full))
+
+    # --- what the training loop calls --------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally; the first backward outside reduces the sum, once."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget every gradient, also those on their way. Stands in for both objects' zero_grad."""
+        for unit in self.units:
+            self.finish(unit)
+            for param in unit.params:
+                param.grad = None
+            unit.grad = None
+            if set_to_none or unit.own_grad is None:
+                unit.own_grad = None
+            else:
+                unit.own_grad.zero_()
+            for _, piece in unit.pieces:
+                piece.grad = None
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale gradients so that their norm over all parameters is at most `max_norm`.
+
+        Returns the norm before (0-dim, on the device): the same float on every rank and at every
+        stage, since each sums the same N partial norms, one for a slice of every unit.
+        """
+        self.before_step()
+        partials = self.partial_norms(norm_type)  # (N)
+        total = torch.linalg.vector_norm(partials, norm_type)
+        grads = [piece.grad for unit in self.trainable for _, piece in unit.pieces if piece.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        return total
+
+    def partial_norms(self, norm_type: float) -> torch.Tensor:
+        """The norm of each rank's slices (N). Stage 0 has all of them at hand."""
+        return torch.stack([self.slice_norm(rank, norm_type) for rank in range(self.world_size)])
+
+    def slice_norm(self, rank: int, norm_type: float) -> torch.Tensor:
+        slices = []
+        for unit in self.trainable:
+            if unit.own_grad is not None:
+                whole = unit.own_grad.numel() == unit.P
+                slices.append(unit.own(unit.own_grad, rank) if whole else unit.own_grad)
+        if not slices:
+            return torch.zeros((), dtype=self.master_dtype, device=self.device)
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(slices, norm_type)), norm_type)
+
+    # --- how the script is tied to the model -------------------------------------------------
+
+    def _point_optimizer_to_pieces(self) -> None:
+        groups = self.optimizer.param_groups
+        for group in groups:
+            group["params"] = []
+        for unit in self.trainable:
+            unit.pieces = [(group, nn.Parameter(view)) for group, view in unit.cut(unit.master)]
+            for group, piece in unit.pieces:
+                groups[group]["params"].append(piece)
+
+    def _hook(self) -> None:
+        for unit in self.units:
+            unit.module.register_forward_pre_hook(partial(self._enter_forward, unit), prepend=True)
+        self.model.register_forward_pre_hook(self._start, prepend=True, with_kwargs=True)
+        self.model.register_forward_hook(self._end)
+        for unit in self.units:
+            unit.module.register_forward_hook(partial(self._leave_forward, unit))
+
+    @torch.no_grad()
+    def before_model(self) -> None:
+        """A forward of the whole model begins: forget what the last one left, also if it raised."""
+        self.entered, self.unsent, self.ready, self.in_backward = [], [], set(), False
+        for unit in self.units:
+            unit.outstanding = 0
+        if self.buffers_due:
+            self._sync_buffers()
+
+    def _start(self, model, args, kwargs):
+        if self.showing_whole:
+            return None
+        if not backward_is_running():  # not a recompute
+            self.before_model()
+            self.buffers_due = torch.is_grad_enabled() and self.syncing  # as torch DDP decides it
+        return cast((args, kwargs), self.master_dtype, self.dtype) if self.mixed else None
+
+    def _end(self, model, args, output):
+        return cast(output, self.dtype, self.master_dtype) if self.mixed and not self.showing_whole else None
+
+    @torch.no_grad()
+    def _enter_forward(self, unit, module, args) -> None:
+        if not self.showing_whole:
+            if backward_is_running():
+                self._begin_backward()  # a recompute: the outermost backward is known here, not later
+            self.before_forward(unit)
+
+    def _leave_forward(self, unit, module, args, output) -> None:
+        if self.showing_whole:
+            return
+        # A recompute of a call that is already being waited for makes a graph that nobody enters.
+        again = backward_is_running() and (unit.outstanding or unit in self.entered)
+        tensors = [t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None]
+        if tensors and not again:
+            unit.outstanding += 1
+            call = [unit]  # whichever of its outputs backward reaches first takes it
+            for tensor in tensors:
+                tensor.register_hook(partial(self._enter_backward, call))
+        with torch.no_grad():
+            self.after_forward(unit)
+
+    def _enter_backward(self, call: list[Unit], grad) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError("backward(create_graph=True) is not supported: gradients are reduced away")
+        if call:
+            unit = call.pop()
+            unit.outstanding = max(0, unit.outstanding - 1)
+            self._begin_backward()
+            self.before_backward(unit)
+
+    def _begin_backward(self) -> None:
+        if not self.in_backward:
+            self.in_backward, self.unsent = True, list(self.trainable)
+            torch.autograd.Variable._execution_engine.queue_callback(torch.no_grad()(self.after_backward))
+
+    def _send(self, unit: Unit) -> None:
+        self.reduce(unit)
+        unit.grad = None  # `reducing` keeps the buffer for as long as it is needed
+
+    def _sync_buffers(self) -> None:
+        for name, buffer in self.model.named_buffers():
+            if buffer.numel():
+                self.comm.broadcast(buffer, name).wait()
+
+
+def backward_is_running() -> bool:
+    """Is this thread inside a backward pass (of a recompute's forward, say)?"""
+    return torch._C._current_graph_task_id() != -1
+
+
+def tensors_in(tree) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists, dicts and dataclasses.
+
+    >>> [t.item() for t in tensors_in({"a": (torch.tensor(1), [torch.tensor(2)]), "b": None})]
+    [1, 2]
+    """
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        yield from (tensor for value in tree.values() for tensor in tensors_in(value))
+    elif isinstance(tree, (tuple, list)):
+        yield from (tensor for value in tree for tensor in tensors_in(value))
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for part in dataclasses.fields(tree):
+            yield from tensors_in(getattr(tree, part.name))
+
+
+def cast(tree, source: torch.dtype, target: torch.dtype):
+    """The same tree with each tensor of dtype `source` as `target`; token ids stay as they are."""
+    if isinstance(tree, torch.Tensor):
+        return tree.to(target) if tree.dtype == source else tree
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a namedtuple
+        return type(tree)(*(cast(value, source, target) for value in tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(cast(value, source, target) for value in tree)
+    if isinstance(tree, dict):
+        return type(tree)((key, cast(value, source, target)) for key, value in tree.items())
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        parts = {part.name: getattr(tree, part.name) for part in dataclasses.fields(tree) if part.init}
+        return dataclasses.replace(tree, **cast(parts, source, target))
+    return tree

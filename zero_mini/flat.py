@@ -1,0 +1,262 @@
+"""Units: parameters that travel together, laid out in one flat buffer that N ranks can share.
+
+A collective wants one contiguous buffer whose size N divides; a model has many small tensors of
+any size. A `Unit` is the map between the two. Shape letters, used everywhere in this package:
+
+    P   elements of a unit's flat buffer, padding included
+    N   ranks (the world size)
+    S   elements of one rank's slice, S = P/N
+
+    weight (2, 3)         bias (2)       padding
+    w00 w01 ... w12 -- -- b0 b1 -- --    -- -- -- --      flat buffer, P
+    |<---- rank 0, S ---->|<---- rank 1, S ---->|         N = 2
+
+A slice takes no notice of where a tensor begins or ends: half a matrix is as good as a whole one,
+because the optimizers that ZeRO is for update element by element. That is what makes the shares
+equal to the element however odd the model is.
+
+Inside a unit the parameters are sorted by the optimizer's param group, so that a group is one
+range of the buffer and this rank's part of it one *piece*, a view: weight decay, learning rate
+and schedulers keep working on groups. Each parameter starts on an ALIGN boundary, so that kernels
+see aligned memory as they do in an unsharded model. Gaps are zero, and stay zero: their gradient
+is zero.
+
+Left out: parameters of several dtypes in one model, and sparse ones (see checks.py).
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+ALIGN = 32  # elements: 128 bytes in fp32, 64 in bf16
+
+
+def round_up(numel: int, multiple: int) -> int:
+    """The least multiple that holds `numel`.
+
+    >>> round_up(5, 4), round_up(8, 4), round_up(0, 4)
+    (8, 8, 0)
+    """
+    return -(-numel // multiple) * multiple
+
+
+class HeldParameter(nn.Parameter):
+    """A parameter whose values live in a unit's flat buffer and whose gradient zero_mini takes.
+
+    Operations see an ordinary parameter. What would silently mean something else now, raises.
+    """
+
+    unit: "Unit"
+
+    @property
+    def grad(self):
+        """The gradient while autograd accumulates it; raises once a flat buffer has it."""
+        grad = torch.Tensor.grad.__get__(self)
+        if grad is None and self.unit.holds_gradient:
+            raise RuntimeError(
+                f"the gradient of {self.unit.name} is in a flat buffer, perhaps only a shard of it: "
+                "read it under zero.full_params(grads=True), clip it with zero.clip_grad_norm_()"
+            )
+        return grad
+
+    @grad.setter
+    def grad(self, value):
+        torch.Tensor.grad.__set__(self, value)
+
+    @property
+    def data(self):
+        """Raises: a write to it might reach a copy that the next step overwrites."""
+        raise RuntimeError(
+            f"a parameter of {self.unit.name} lives in a flat buffer: write to it under "
+            "zero.full_params(); to read, use parameter.detach()"
+        )
+
+    @data.setter
+    def data(self, value):
+        if (value.data_ptr(), value.dtype) != (self.data_ptr(), self.dtype):  # model.to(same) is fine
+            raise RuntimeError(
+                f"a parameter of {self.unit.name} lives in a flat buffer of {self.dtype} on "
+                f"{self.device}: move or cast the model before zeroify(), not after"
+            )
+
+    def _refuse_copy(self, *_):
+        raise RuntimeError(
+            f"a parameter of {self.unit.name} is a view of a flat buffer and cannot be copied or "
+            "pickled with its model: copy model.state_dict() instead"
+        )
+
+    __deepcopy__ = __reduce_ex__ = _refuse_copy
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters of one module that are gathered, reduced and freed as one flat buffer.
+
+    All of them need a gradient, or none does: a module with both makes two units.
+    """
+
+    name: str  # the module's name in the model; "root" for what belongs to no block
+    module: nn.Module  # whose forward and backward are the unit's turn
+    names: list[str]
+    params: list[nn.Parameter]
+    groups: list[int]  # the optimizer's param group of each, ascending
+    rank: int
+    world_size: int
+    full: torch.Tensor | None = None  # (P) what the model computes with; stage 3 has none
+    master: torch.Tensor | None = None  # (P) or (S) what this rank's optimizer updates
+    grad: torch.Tensor | None = None  # (P) this rank's gradients, not reduced yet
+    own_grad: torch.Tensor | None = None  # shaped like master: the mean over ranks
+    pieces: list[tuple[int, nn.Parameter]] = field(default_factory=list)  # (group, view of master)
+    reducing: tuple | None = None  # (work, result, buffer) of a reduction under way
+    outstanding: int = 0  # forward calls whose backward has not come yet
+
+    def __post_init__(self):
+        """Lay the parameters out; allocate nothing."""
+        self.trainable = self.params[0].requires_grad
+        self.is_root = self.name.startswith("root")
+        self.offsets, end = [], 0
+        for param in self.params:
+            self.offsets.append(end)
+            end = round_up(end + param.numel(), ALIGN)
+        self.P = round_up(max(end, 1), ALIGN * self.world_size)  # a unit of 0-element tensors too
+        self.S = self.P // self.world_size
+        self.shapes = [param.shape for param in self.params]
+        # empty_like keeps the strides of a dense tensor (channels_last, say) and drops odd ones.
+        self.strides = [torch.empty_like(param, device="meta").stride() for param in self.params]
+        ends = self.offsets[1:] + [self.P]
+        self.gaps = [
+            (start + param.numel(), end)
+            for start, param, end in zip(self.offsets, self.params, ends)
+            if start + param.numel() < end
+        ]
+        self.versions = [param._version for param in self.params]
+
+    @property
+    def holds_gradient(self) -> bool:
+        return any(state is not None for state in (self.grad, self.own_grad, self.reducing))
+
+    def own(self, buffer: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """buffer (P) -> this rank's (or another's) slice (S), a view."""
+        rank = self.rank if rank is None else rank
+        return buffer[rank * self.S : (rank + 1) * self.S]
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """buffer (P) -> one view a parameter, in its own shape."""
+        start = buffer.storage_offset()
+        layout = zip(self.shapes, self.strides, self.offsets)
+        return [buffer.as_strided(shape, stride, start + offset) for shape, stride, offset in layout]
+
+    def flatten(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A new buffer (P) of the parameters' values, gaps zero."""
+        return self.fill(torch.empty(self.P, dtype=dtype, device=device), self.params)
+
+    def take_grads(self, accumulate_dtype: torch.dtype) -> None:
+        """Move every parameter's .grad into `grad` (P): the first is copied, further ones are added.
+
+        Sums of several micro-batches are kept in `accumulate_dtype`: bf16 would stall (512 times
+        1.0 adds up to 256). A parameter without a gradient counts as zero.
+        """
+        grads = [torch.Tensor.grad.__get__(param) for param in self.params]
+        if any(grad is not None and grad.requires_grad for grad in grads):
+            raise RuntimeError(f"{self.name}: backward(create_graph=True) is not supported: gradients are reduced away")
+        if self.grad is None:
+            self.grad = torch.empty(self.P, dtype=self.params[0].dtype, device=self.params[0].device)
+            self.fill(self.grad, grads)
+        else:
+            self.grad = self.grad.to(accumulate_dtype)
+            present = [(view, grad) for view, grad in zip(self.views(self.grad), grads) if grad is not None]
+            if present:
+                torch._foreach_add_(*map(list, zip(*present)))
+        for param in self.params:
+            param.grad = None
+
+    def fill(self, buffer: torch.Tensor, tensors: list) -> torch.Tensor:
+        """buffer (P) <- one tensor a parameter; zero where it is None and in the gaps."""
+        views = self.views(buffer)
+        present = [(view, tensor) for view, tensor in zip(views, tensors) if tensor is not None]
+        missing = [view for view, tensor in zip(views, tensors) if tensor is None]
+        blanks = missing + [buffer[start:end] for start, end in self.gaps]
+        with torch.no_grad():
+            if present:
+                torch._foreach_copy_(*map(list, zip(*present)))
+            if blanks:
+                torch._foreach_zero_(blanks)
+        return buffer
+
+    def show(self, views: list[torch.Tensor]) -> None:
+        """Let the parameters be these views."""
+        for param, view in zip(self.params, views):
+            torch.Tensor.data.__set__(param, view)  # leaves the version counter alone
+
+    def rest(self) -> None:
+        """Out of turn: the right shapes, no memory, and values that nobody can mistake."""
+        self.show(self.nothing)
+
+    def check_untouched(self) -> None:
+        """Raise if someone wrote to a parameter in place while the value that counts is elsewhere."""
+        for name, param, version in zip(self.names, self.params, self.versions):
+            if param._version != version:
+                raise RuntimeError(
+                    f"{name} was changed in place, but what the optimizer updates is its master copy, "
+                    "which was not: write to parameters under zero.full_params()"
+                )
+
+    def cut(self, owned: torch.Tensor, rank: int | None = None) -> list[tuple[int, torch.Tensor]]:
+        """owned, (P) or a slice (S) -> [(group, view)], one for each group that reaches into it."""
+        rank = self.rank if rank is None else rank
+        begin, end = (0, self.P) if owned.numel() == self.P else (rank * self.S, (rank + 1) * self.S)
+        pieces = []
+        for group in sorted(set(self.groups)):
+            first = self.groups.index(group)
+            after = first + self.groups.count(group)
+            low = max(self.offsets[first], begin)
+            high = min(self.offsets[after] if after < len(self.params) else self.P, end)
+            if low < high:
+                pieces.append((group, owned[low - begin : high - begin]))
+        return pieces
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The repeated blocks: the children of the outermost ModuleLists and Sequentials.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    >>> [name for name, _ in find_blocks(model)]
+    ['0', '2']
+    """
+    found: list[tuple[str, nn.Module]] = []
+
+    def look(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            if isinstance(module, (nn.ModuleList, nn.Sequential)):
+                if any(True for _ in child.parameters()) and all(child is not block for _, block in found):
+                    found.append((prefix + name, child))
+            else:
+                look(child, f"{prefix}{name}.")
+
+    look(model, "")
+    return found
+
+
+def make_units(model: nn.Module, blocks: list[tuple[str, nn.Module]], group_of: dict, rank: int, world_size: int):
+    """The root's unit first, then one for each block, in order; frozen parameters apart.
+
+    `group_of` maps id(parameter) to its param group; a frozen parameter need not be in it. A
+    parameter that two blocks share, or a block and the root, belongs to the root, once.
+    """
+    owner: dict[int, nn.Module] = {}
+    inside = {id(module): block for _, block in blocks for module in block.modules()}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            home = inside.get(id(module), model)
+            owner[id(param)] = home if owner.get(id(param), home) is home else model
+    units = []
+    for name, module in [("root", model), *((name, block) for name, block in blocks if block is not model)]:
+        mine = [(n, p) for n, p in model.named_parameters() if owner[id(p)] is module]
+        for trainable in (True, False):
+            chosen = [(group_of.get(id(p), 0), n, p) for n, p in mine if p.requires_grad is trainable]
+            if chosen:
+                groups, names, params = zip(*sorted(chosen, key=lambda entry: entry[0]))
+                label = name if trainable else f"{name} (frozen)"
+                units.append(Unit(label, module, list(names), list(params), list(groups), rank, world_size))
+    return units

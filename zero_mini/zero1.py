@@ -1,0 +1,75 @@
+"""Stage 1, P_os: every rank keeps 1/N of the optimizer's states, and updates 1/N of the parameters.
+
+Source: arXiv 1910.02054, section 5.1 (memory) and 7.2.1 (volume).
+
+    bytes a parameter   4 + 12/N   = 2 parameters + 2 gradients + 12/N optimizer   (fp32: 8 + 8/N)
+    wire, elements      2 Psi      = reduce-scatter + all-gather, times (N-1)/N: as much as DDP
+
+unlike ddp.py:
+  - own:             the optimizer sees this rank's slice of each unit, not the whole
+  - reduce:          a rank needs the mean of its slice alone: reduce-scatter, half an all-reduce
+  - publish:         each rank updated another slice: all-gather, the other half
+  - before_forward:  that gather hides behind the forward of the units before, and is waited for here
+
+    time -->     forward           backward                          step
+    compute      u0 u1 u2          u2      u1      u0                update own 1/N
+    wire       g0 g1 g2  <-new             r2      r1      r0  <-half
+    memory       parameters ####   gradients grow to ####            optimizer #... <-new
+
+Between the step and its unit's next forward a parameter reads as NaN: its new values may still be
+on the wire, and old ones must not be taken for new.
+
+Left out: gradients are kept whole although a rank uses 1/N of them. That is stage 2.
+"""
+
+import torch
+
+from zero_mini.ddp import DDP
+from zero_mini.flat import Unit
+
+
+class Zero1(DDP):
+    """P_os: optimizer states sharded."""
+
+    stage = 1
+
+    def allocate(self) -> None:
+        """Nothing to allocate; `arriving` holds each unit's all-gather under way."""
+        self.arriving: dict[Unit, torch.distributed.Work] = {}
+
+    def own(self, unit: Unit, values: torch.Tensor) -> None:
+        """A slice. Without mixed precision it is a view of the parameters themselves."""
+        super().own(unit, values)
+        unit.master = unit.own(values).clone() if self.mixed else unit.own(unit.full)
+
+    def reduce(self, unit: Unit) -> None:
+        """The mean of the own slice, written over it; the rest of the buffer stays allocated."""
+        shard = unit.own(unit.grad)
+        work = self.comm.reduce_scatter(shard, unit.grad, unit.name)
+        unit.reducing = (work, shard, unit.grad)
+
+    def publish(self, unit: Unit) -> None:
+        """Own slice -> everyone's full parameters, in place and without waiting."""
+        shard = unit.own(unit.full)
+        if self.mixed:
+            shard.copy_(unit.master)
+        self.arriving[unit] = self.comm.all_gather(unit.full, shard, unit.name)
+        unit.rest()
+
+    def before_forward(self, unit: Unit) -> None:
+        """First use since the step: the new values must have arrived."""
+        work = self.arriving.pop(unit, None)
+        if work is not None:
+            work.wait()
+            unit.show(unit.views(unit.full))
+
+    def restore(self, unit: Unit) -> None:
+        """Nothing to show before the new values have arrived."""
+        if unit not in self.arriving:
+            super().restore(unit)
+
+    def partial_norms(self, norm_type: float) -> torch.Tensor:
+        """Each rank knows its slices' norm, and tells the others."""
+        norms = torch.empty(self.world_size, dtype=self.master_dtype, device=self.device)
+        self.comm.all_gather(norms, self.slice_norm(self.rank, norm_type).view(1), "norm").wait()
+        return norms

@@ -1,0 +1,157 @@
+"""Stage 3, P_os+g+p: every rank keeps 1/N of the parameters too, and gathers a unit for its turn.
+
+Source: arXiv 1910.02054, section 5.3 (memory) and 7.2.2 (volume); 6.2 and 6.3 (constant buffers,
+C_B, and memory that is allocated once, M_D).
+
+    bytes a parameter   14/N       = (2 gradients + 12 optimizer)/N, the paper's 16/N less its
+                                     16-bit shard: a slot's slice is cast from the fp32 master
+                                     (fp32: 16/N), plus the root and two slots
+    wire, elements      3 Psi      = all-gather for forward, all-gather for backward,
+                                     reduce-scatter, times (N-1)/N; less what is still in a slot
+
+unlike zero2.py:
+  - own:              a slice of the parameters, and nothing else
+  - before_forward:   gather the unit into its slot; begin to gather the unit after it
+  - before_backward:  the same once more, towards the front
+  - publish:          nothing to send; what the slots hold is out of date
+
+    time -->     forward           backward                          step
+    compute         u0 u1 u2       u2   u1   u0                      update own 1/N
+    wire         g0 g1 g2               g0 r2   r1   r0
+    slot 0          u0    u2       u2   u2 u0   u0                   .
+    slot 1             u1 u1       u1   u1      .                    .
+    memory       parameters two slots and 1/N; gradients as stage 2; optimizer #...
+
+Two slots are enough for one unit to compute while the next arrives. A unit always returns to the
+same slot, because autograd saved views of that memory in forward, and will read them in backward.
+Nothing is allocated or copied out, so nothing fragments. The units at the end of forward are
+the first that backward needs: they are still there, and are not gathered again.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from zero_mini.flat import Unit
+from zero_mini.zero2 import Zero2
+
+
+@dataclass(eq=False)
+class Slot:
+    """Memory for one gathered unit at a time."""
+
+    buffer: torch.Tensor
+    holder: Unit | None = None
+    arriving: torch.distributed.Work | None = None  # the holder's all-gather, not waited for yet
+
+
+class Zero3(Zero2):
+    """P_os+g+p: optimizer states, gradients and parameters sharded."""
+
+    stage = 3
+
+    def allocate(self) -> None:
+        """Two slots that the blocks take in turns, as large as the largest; the root has its own."""
+        super().allocate()
+        blocks = [unit for unit in self.units if not unit.is_root]
+        tracks = [[unit] for unit in self.units if unit.is_root]
+        for trainable in (True, False):  # frozen units are gathered beside the others: own slots
+            track = [unit for unit in blocks if unit.trainable is trainable]
+            tracks += [track[0::2], track[1::2]]
+        self.slots: list[Slot] = []
+        for track in filter(None, tracks):
+            buffer = torch.empty(max(unit.P for unit in track), dtype=self.dtype, device=self.device)
+            self.slots.append(Slot(buffer))
+            for unit in track:
+                unit.slot = self.slots[-1]
+                unit.slot_views = unit.views(buffer)
+        self.last_used: dict[bool, Unit] = {}  # trainable or frozen -> where forward is
+        self.in_turn: list[Unit] = []  # whose backward is running
+
+    def own(self, unit: Unit, values: torch.Tensor) -> None:
+        """A slice of the values; between turns the unit has no parameters at all."""
+        unit.master = unit.own(values).clone()
+        unit.before = unit.after = None  # its neighbours in the order of the last forward
+        unit.rest()
+
+    def before_model(self) -> None:
+        """The order of units is learnt anew."""
+        super().before_model()
+        for unit in self.last_used.values():
+            unit.after = None
+        self.last_used, self.in_turn = {}, []
+
+    def before_forward(self, unit: Unit) -> None:
+        """Gather this unit, unless it is there; begin to gather the one that followed it last time."""
+        self.gather(unit)
+        if not self.in_backward and not unit.is_root:  # a recompute goes its own way
+            unit.before = self.last_used.get(unit.trainable)
+            if unit.before is not None:
+                unit.before.after = unit
+            self.last_used[unit.trainable] = unit
+            self.prefetch(unit, unit.after)
+
+    def before_backward(self, unit: Unit) -> None:
+        """Gather this unit, unless it is there; begin to gather the one that came before it."""
+        self.leave([left for left in self.in_turn if left.module is not unit.module])
+        super().before_backward(unit)
+        self.gather(unit)
+        self.in_turn.append(unit)
+        if not unit.is_root:
+            self.prefetch(unit, unit.before)
+
+    def after_backward(self) -> None:
+        """The last units end their turn as well."""
+        self.leave(list(self.in_turn))
+        super().after_backward()
+
+    def leave(self, units: list[Unit]) -> None:
+        """Their gradients are true only if their own parameters still stand in the slot."""
+        for unit in units:
+            self.in_turn.remove(unit)
+            if unit.slot.holder is not unit:
+                raise RuntimeError(
+                    f"backward of {unit.name} ended while its slot held {unit.slot.holder and unit.slot.holder.name}: "
+                    "backward must go through units in the reverse order of forward"
+                )
+
+    def publish(self, unit: Unit) -> None:
+        """The next forward gathers what it needs: the slot's values are the last step's."""
+        self.vacate(unit.slot)
+
+    def restore(self, unit: Unit) -> None:
+        """In its slot, or nowhere."""
+        arrived = unit.slot.holder is unit and unit.slot.arriving is None
+        unit.show(unit.slot_views) if arrived else unit.rest()
+
+    def gather(self, unit: Unit) -> None:
+        """The unit's parameters stand in its slot when this returns (on CUDA: for later kernels)."""
+        if unit.slot.holder is not unit:
+            self.launch_gather(unit)
+        if unit.slot.arriving is not None:
+            unit.slot.arriving.wait()
+            unit.slot.arriving = None
+            unit.show(unit.slot_views)
+
+    def prefetch(self, unit: Unit, neighbour: Unit | None) -> None:
+        """Begin to gather the neighbour into the other slot while this unit computes."""
+        if neighbour is not None and neighbour.slot is not unit.slot and neighbour.slot.holder is not neighbour:
+            self.launch_gather(neighbour)
+
+    def launch_gather(self, unit: Unit) -> None:
+        """master slices of all ranks -> slot, in place; the last holder's work precedes it."""
+        slot = unit.slot
+        self.vacate(slot)
+        full = slot.buffer[: unit.P]
+        shard = unit.own(full)
+        shard.copy_(unit.master)
+        slot.arriving = self.comm.all_gather(full, shard, unit.name)
+        slot.holder = unit
+
+    def vacate(self, slot: Slot) -> None:
+        """Whoever stands in the slot leaves it."""
+        if slot.arriving is not None:
+            slot.arriving.wait()
+        if slot.holder is not None:
+            slot.holder.rest()
+        slot.holder = slot.arriving = None

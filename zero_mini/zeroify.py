@@ -1,0 +1,116 @@
+"""One line turns an ordinary model and optimizer into a sharded pair.
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    zero = zeroify(model, optimizer, stage=2)                    # the only new line
+    for x, y in loader:
+        loss = model(x, y)
+        loss.backward()
+        zero.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+Both objects stay what they were: the model's classes, names and state_dict keys, the optimizer
+with its param groups, and any scheduler built on it, before or after. Both are needed at once,
+because the optimizer must hold slices of the very buffers that the model's parameters live in.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_mini import checks
+from zero_mini.comm import Comm
+from zero_mini.ddp import DDP
+from zero_mini.flat import find_blocks, make_units
+from zero_mini.zero1 import Zero1
+from zero_mini.zero2 import Zero2
+from zero_mini.zero3 import Zero3
+
+STAGES = (DDP, Zero1, Zero2, Zero3)
+
+
+def zeroify(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stage: int = 2,
+    *,
+    dtype: torch.dtype | None = None,
+    units: Sequence[nn.Module] | None = None,
+    device: torch.device | str | None = None,
+    elementwise: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> DDP:
+    """Train `model` with `optimizer` at ZeRO stage 0 (plain data parallelism), 1, 2 or 3.
+
+    dtype        what the model computes in; None: the dtype of its parameters. With torch.bfloat16
+                 the optimizer keeps the parameters' own dtype as master copy (mixed precision).
+    units        modules whose parameters travel together; None: the model's repeated blocks, that
+                 is the children of its ModuleLists and Sequentials. The rest is the root unit.
+    device       where to train; None: this rank's GPU if the group speaks NCCL, else where the
+                 model is. A model on the CPU is moved one unit at a time.
+    elementwise  vouches that an optimizer this package does not know updates each element by itself.
+    group        the ranks that share the states; None: all of them.
+
+    Every rank must call it with the same model; rank 0's values are taken. Returns the handle:
+    clip_grad_norm_, no_sync, full_params, state_dict, load_state_dict. ValueError or RuntimeError,
+    on every rank, if this model and optimizer cannot be trained so.
+    """
+    checks.check_stage(stage)
+    checks.check_process_group()
+    comm = Comm(group)
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if comm.averages else first_device(model)
+    device = torch.device(device)
+    blocks = find_blocks(model)
+    if units is not None:
+        names = {id(module): name for name, module in model.named_modules()}
+        checks.check_units(model, units, names)
+        blocks = [(names[id(module)], module) for module in units]
+    checks.check_all(model, optimizer, comm, elementwise)
+    group_of = {id(p): index for index, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    made = make_units(model, blocks, group_of, comm.rank, comm.world_size)
+    zero = STAGES[stage](model, optimizer, made, comm, dtype or made[0].params[0].dtype, device)
+    zero.hook_state_dicts()
+    hook_optimizer(zero)
+    return zero
+
+
+def first_device(model: nn.Module) -> torch.device:
+    """Where the model's first parameter is."""
+    return next(model.parameters()).device
+
+
+def hook_optimizer(zero: DDP) -> None:
+    """Let step() and zero_grad() run the script's moments; let what would mislead, raise."""
+    optimizer = zero.optimizer
+
+    def before_step(_, args, kwargs):
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None:
+            zero.before_step()
+            return None
+
+        def closure_then_means():
+            loss = closure()
+            zero.before_step()
+            return loss
+
+        return (args[0], closure_then_means), {}
+
+    def only_shards(*_):
+        raise RuntimeError(
+            "the optimizer holds this rank's shards, so its own state_dict is no whole state: "
+            "use zero.state_dict() and zero.load_state_dict()"
+        )
+
+    def no_new_groups(*_):
+        raise RuntimeError("add_param_group: name every parameter before zeroify(); frozen ones may be in a group")
+
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(lambda *_: zero.after_step())
+    optimizer.register_state_dict_pre_hook(only_shards)
+    optimizer.register_load_state_dict_pre_hook(only_shards)
+    optimizer.add_param_group = no_new_groups
+    optimizer.zero_grad = zero.model.zero_grad = zero.zero_grad
