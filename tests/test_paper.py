@@ -139,14 +139,10 @@ def test_fp32_states_follow_their_formulas(world_size):
 
 def test_several_micro_batches_keep_gradients_in_fp32():
     psi, n = 192, 4
-    gradients = [
-        model_state_bytes(psi, n, stage, accumulate=True)["gradients"] for stage in range(4)
-    ]
+    gradients = [model_state_bytes(psi, n, stage, accumulate=True)["gradients"] for stage in range(4)]
     assert gradients == [4 * psi, 4 * psi, 4 * psi / n, 4 * psi / n]
     # In fp32 they are that wide already.
-    assert total(psi, n, 2, compute_dtype_bytes=4, accumulate=True) == total(
-        psi, n, 2, compute_dtype_bytes=4
-    )
+    assert total(psi, n, 2, compute_dtype_bytes=4, accumulate=True) == total(psi, n, 2, compute_dtype_bytes=4)
 
 
 def test_stage_3_as_built_keeps_no_16_bit_shard_but_a_root_and_two_slots():

@@ -73,7 +73,7 @@ def test_a_folder_is_read_in_sorted_order_without_hidden_files(tmp_path: Path):
 def test_a_folder_says_what_it_left_out(tmp_path: Path):
     (tmp_path / "good.txt").write_text("good")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.warns(UserWarning, match="left out 1 files, the first: .*latin.txt is not UTF-8"):
+    with pytest.warns(UserWarning, match="files left out: 1, the first: .*latin.txt is not UTF-8"):
         assert decode(load(tmp_path)) == "good"
 
 
@@ -122,7 +122,7 @@ def test_a_batch_that_cannot_be_shared_out_is_refused_at_the_call(global_batch, 
 
 
 def test_fewer_sequences_than_ranks_or_than_one_are_refused():
-    with pytest.raises(ValueError, match="1 sequences of 4 tokens for 2 ranks; .* lower the number of ranks"):
+    with pytest.raises(ValueError, match="1 sequence of 4 tokens for 2 ranks; .* lower the number of ranks"):
         validation_batches(TEXT, T, 1, 0, 2, 1)
     with pytest.raises(ValueError, match="the text has 4 tokens, one sequence needs 5"):
         count_sequences(TEXT[:4], T)

@@ -20,6 +20,7 @@ Left out: hierarchical and quantised collectives (ZeRO++, arXiv 2306.10209).
 """
 
 import datetime
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,7 @@ class Comm:
         self.calls: list[Call] = []
         self.last_step: list[Call] = []
         self.steps = 0
+        self.digest = self.agreed = 0  # of everything launched so far; of what ranks have compared
         # torch 2.13 renamed the two flat collectives; 2.9 to 2.12 have the old names only.
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -106,6 +108,29 @@ class Comm:
         dist.all_gather_object(values, value, group=self.host_group)
         return values
 
+    def agree(self) -> None:
+        """Raise, on every rank, if ranks launched different collectives since the step began.
+
+        Collectives of one size match whatever they carry, so a rank that runs another module than
+        its peers would be given their numbers for its own, without an error.
+        """
+        if self.digest == self.agreed:
+            return
+        digests = torch.empty(self.world_size, dtype=torch.int64)
+        self._all_gather(digests, torch.tensor([self.digest]), group=self.host_group)
+        self.agreed = self.digest
+        if digests.unique().numel() == 1:
+            return
+        first, *others = self.host_gather([f"{call.kind} of {call.unit}" for call in self.calls])
+        for rank, other in enumerate(others, start=1):
+            for index in range(max(len(first), len(other))):
+                a, b = (calls[index] if index < len(calls) else "nothing" for calls in (first, other))
+                if a != b:
+                    raise RuntimeError(
+                        f"ranks ran different modules: collective {index} of step {self.steps} is {a} on "
+                        f"rank 0 but {b} on rank {rank}; every rank must run the same units in the same order"
+                    )
+
     def end_step(self) -> None:
         """Close the ledger's page."""
         self.last_step, self.calls = self.calls, []
@@ -118,4 +143,6 @@ class Comm:
         return dist.ReduceOp.SUM
 
     def _record(self, kind: str, unit: str, buffer: torch.Tensor) -> None:
-        self.calls.append(Call(kind, unit, buffer.numel(), buffer.element_size()))
+        call = Call(kind, unit, buffer.numel(), buffer.element_size())
+        self.calls.append(call)
+        self.digest = zlib.crc32(f"{kind} {unit} {call.numel}".encode(), self.digest)

@@ -162,6 +162,7 @@ class DDP(Whole):
     @torch.no_grad()
     def before_step(self) -> None:
         """Every mean has arrived, in the master's dtype, as the pieces' .grad. May be called twice."""
+        self.comm.agree()
         for unit in self.trainable:
             self.finish(unit)
             if unit.grad is not None:

@@ -208,7 +208,7 @@ class Block:
 
     storage: weakref.ref  # dies with the memory, not with the last Python name for it
     nbytes: int
-    born: int  # index of a moment
+    born: int  # index of a moment; -1 if it was there before the region
     category: str = "other"
 
 
@@ -276,7 +276,8 @@ class Recorder(TorchDispatchMode):
         self.moments.append((label, len(self.events)))
 
     def __exit__(self, exc_type, exc_value, traceback):
-        self._look()
+        if exc_type is None:
+            self._look()
         self._live.clear()  # what dies after the region is no part of its story
         return super().__exit__(exc_type, exc_value, traceback)
 
@@ -348,8 +349,8 @@ class Recorder(TorchDispatchMode):
             return []
         block = self._live.get(storage._cdata)
         if block is None:
-            block = Block(weakref.ref(storage), 0, born=len(self.moments) - 1)
-            self._live[storage._cdata] = block
+            born = -1 if op in ("known", "found") else len(self.moments) - 1
+            block = self._live[storage._cdata] = Block(weakref.ref(storage), 0, born)
         else:
             op = "resize"
         self._resize(block, storage.nbytes(), op)

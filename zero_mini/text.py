@@ -108,7 +108,7 @@ def _read_folder(folder: Path) -> bytes:
             except ValueError as error:
                 left_out.append(str(error))
     if left_out:
-        warnings.warn(f"{folder}: left out {len(left_out)} files, the first: {left_out[0]}", stacklevel=3)
+        warnings.warn(f"{folder}: files left out: {len(left_out)}, the first: {left_out[0]}", stacklevel=3)
     if not texts:
         raise ValueError(f"{folder} holds no text: looked for {' '.join(SUFFIXES)}; give a folder that has some")
     return b"\n\n".join(texts)
@@ -154,7 +154,7 @@ def batches(
 
     >>> data = torch.arange(17)
     >>> [next(batches(data, 2, 4, rank, 2, 1, seed=0))[0][0].tolist() for rank in (0, 1)]
-    [[[14, 15]], [[4, 5]]]
+    [[[8, 9]], [[14, 15]]]
     """
     n = count_sequences(tokens, T)
     if min(global_batch, micro_batch) < 1:
@@ -168,16 +168,15 @@ def batches(
             f" = {whole}; nearest: {nearest}"
         )
     _at_least(n, global_batch, T, f"a global batch of {global_batch}", "the global batch")
-    micro_batches = global_batch // whole
 
-    def steps() -> Iterator[list[Batch]]:
+    def global_batches() -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(seed)
         while True:
             order = torch.randperm(n, generator=generator)
-            for chosen in order.split(global_batch)[: n // global_batch]:
-                yield _for_rank(tokens, T, chosen, rank, world_size, micro_batches)
+            yield from order.split(global_batch)[: n // global_batch]
 
-    return islice(steps(), start_step, None)
+    k = global_batch // whole
+    return (_for_rank(tokens, T, chosen, rank, world_size, k) for chosen in islice(global_batches(), start_step, None))
 
 
 def validation_batches(
@@ -202,7 +201,8 @@ def validation_batches(
 
 def _at_least(have: int, need: int, T: int, what: str, remedy: str) -> None:
     if have < need:
-        raise ValueError(f"{have} sequences of {T} tokens for {what}; give more text, lower {remedy} or lower T")
+        sequences = f"{have} sequence{'s' * (have != 1)}"
+        raise ValueError(f"{sequences} of {T} tokens for {what}; give more text, lower {remedy} or lower T")
 
 
 def _for_rank(tokens: Tensor, T: int, chosen: Tensor, rank: int, world_size: int, micro_batches: int) -> list[Batch]:

@@ -28,6 +28,7 @@ Nothing is allocated or copied out, so nothing fragments. The units at the end o
 the first that backward needs: they are still there, and are not gathered again.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -94,11 +95,11 @@ class Zero3(Zero2):
     def before_backward(self, unit: Unit) -> None:
         """Gather this unit, unless it is there; begin to gather the one that came before it."""
         self.leave([left for left in self.in_turn if left.module is not unit.module])
-        super().before_backward(unit)
         self.gather(unit)
         self.in_turn.append(unit)
         if not unit.is_root:
-            self.prefetch(unit, unit.before)
+            self.prefetch(unit, unit.before)  # ahead of the reductions that follow: it is needed sooner
+        super().before_backward(unit)
 
     def after_backward(self) -> None:
         """The last units end their turn as well."""
@@ -123,6 +124,12 @@ class Zero3(Zero2):
         """In its slot, or nowhere."""
         arrived = unit.slot.holder is unit and unit.slot.arriving is None
         unit.show(unit.slot_views) if arrived else unit.rest()
+
+    def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """The slots as well."""
+        yield from super().tensors()
+        for slot in self.slots:
+            yield "communication", "slot", slot.buffer
 
     def gather(self, unit: Unit) -> None:
         """The unit's parameters stand in its slot when this returns (on CUDA: for later kernels)."""

@@ -1,0 +1,86 @@
+"""Every flag of train_gpt.py: one frozen dataclass is the source of names, defaults, bounds and help."""
+
+import argparse
+import dataclasses
+import math
+import typing
+from dataclasses import dataclass
+
+from zero_mini.gpt import PRESETS
+
+
+def option(default, meaning: str, *, least=None, above=None, choices=None):
+    """A field that is a flag: `least` and `above` bound its number, from below and strictly."""
+    return dataclasses.field(default=default, metadata=dict(help=meaning, least=least, above=above, choices=choices))
+
+
+@dataclass(frozen=True)
+class Options:
+    """Every flag, its default, its bounds and its help. ValueError if a value is out of bounds.
+
+    >>> Options(lr=float("nan"))
+    Traceback (most recent call last):
+    ValueError: --lr must be a number > 0 (got nan)
+    """
+
+    stage: int = option(2, "of ZeRO; 0 is plain data parallelism", choices=(0, 1, 2, 3))
+    model: str = option("nano", "a preset shape; --L, --d, --heads change it", choices=tuple(PRESETS))
+    L: int | None = option(None, "blocks", least=1)
+    d: int | None = option(None, "channels, a multiple of --heads", least=1)
+    heads: int | None = option(None, "attention heads", least=1)
+    data: str | None = option(None, "text file, or folder of them; else Python's own reference")
+    steps: int = option(300, "optimizer steps", least=1)
+    global_batch: int = option(32, "sequences in a step, over all ranks", least=1)
+    micro_batch: int | None = option(None, "sequences that a rank takes at once; else its whole share", least=1)
+    sequence_length: int | None = option(None, "tokens in a sequence; else the preset's", least=1)
+    precision: str = option("fp32", "of the computation; the master copy is fp32", choices=("fp32", "bf16"))
+    lr: float = option(3e-3, "highest learning rate", above=0)
+    warmup: int = option(20, "steps in which it rises; then it falls as a cosine", least=0)
+    weight_decay: float = option(0.1, "of matrices", least=0)
+    clip: float = option(1.0, "largest norm of a gradient", above=0)
+    seed: int = option(0, "of weights, order of data, and sample", least=0)
+    log_every: int = option(10, "steps between two readings of the loss; each waits for the device", least=1)
+    sample_length: int = option(200, "bytes to write at the end", least=0)
+    device: str = option("auto", "auto takes GPUs if there are any", choices=("auto", "cpu", "cuda"))
+    backend: str = option("auto", "auto takes nccl on GPUs", choices=("auto", "gloo", "nccl"))
+    out: str | None = option(None, "folder for config.json, metrics.jsonl and weights.pt")
+    init_from: str | None = option(None, "weights.pt to start from, of any stage and number of ranks")
+    time_out: float = option(600.0, "seconds that a rank waits for the others", above=0)
+
+    def __post_init__(self):
+        for f in dataclasses.fields(self):
+            value, bound = getattr(self, f.name), f.metadata
+            number = "a whole number" if kind(f) is int else "a number"
+            if value is None:
+                continue
+            if bound["choices"] and value not in bound["choices"]:
+                *most, last = bound["choices"]
+                raise ValueError(f"{flag(f)} must be {', '.join(map(str, most))} or {last} (got {value})")
+            if bound["above"] is not None and not bound["above"] < value < math.inf:
+                raise ValueError(f"{flag(f)} must be {number} > {bound['above']} (got {value})")
+            if bound["least"] is not None and not bound["least"] <= value < math.inf:
+                raise ValueError(f"{flag(f)} must be {number} >= {bound['least']} (got {value})")
+
+
+def kind(f: dataclasses.Field) -> type:
+    """int for a field of type `int | None` too."""
+    return (typing.get_args(f.type) or (f.type,))[0]
+
+
+def flag(f: dataclasses.Field) -> str:
+    return "--" + f.name.replace("_", "-")
+
+
+def parse(argv: list[str]) -> Options:
+    """Arguments -> Options; ValueError, in one line, for what is no flag or no possible value."""
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message):
+            raise ValueError(message)
+
+    parser = Parser("train_gpt.py", description="Train a GPT-2 at any stage of ZeRO.", allow_abbrev=False)
+    for f in dataclasses.fields(Options):
+        choices, default = f.metadata["choices"], "" if f.default is None else f" (default: {f.default})"
+        shown = "|".join(map(str, choices)) if choices else {int: "N", float: "X", str: "PATH"}[kind(f)]
+        parser.add_argument(flag(f), type=kind(f), default=f.default, metavar=shown, help=f.metadata["help"] + default)
+    return Options(**vars(parser.parse_args(argv)))

@@ -1,0 +1,163 @@
+"""What a run leaves behind: tables on the screen, and a folder with metrics and weights.
+
+    DIR/config.json     every argument, the model's shape, the number of ranks
+    DIR/metrics.jsonl   one JSON object a line, for each step that was logged
+    DIR/weights.pt      model.state_dict(), whole and in fp32: for any stage, any number of ranks, or one GPU
+
+In the tables MB is 1e6 bytes and GB 1e9.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+from torch import nn
+
+from zero_mini import memory
+from zero_mini.comm import Call
+from zero_mini.gpt import GPT, GPTConfig
+from zero_mini.launch import Refusal, first_line
+
+
+def readable(count: float, unit: str = "B") -> str:
+    """A count in three digits, decimal prefixes.
+
+    >>> readable(1_234_567), readable(16e9), readable(831_000, unit="")
+    ('1.23 MB', '16.0 GB', '831 k')
+    """
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= factor:
+            digits = f"{count / factor:#.3g}".rstrip(".")
+            return f"{digits} {prefix}{unit}"
+    return f"{count:.0f} {unit}".rstrip()
+
+
+# --- tables -----------------------------------------------------------------------------------
+
+
+def cost_table(
+    psi: int,
+    stage: int,
+    world_size: int,
+    compute_bytes: int,
+    micro_batches: int,
+    held_bytes: dict[str, int],
+    calls: list[Call],
+) -> str:
+    """Memory and communication: the paper's formulas beside what this run held and sent on rank 0.
+
+    psi: parameters. compute_bytes: 4 in fp32, 2 in bf16. held_bytes: `memory.walk` after a step's last backward.
+    calls: the ledger of one step.
+    """
+    states = memory.model_state_bytes(psi, world_size, stage, compute_bytes, accumulate=micro_batches > 1)
+    rows = [
+        [category, readable(states.get(category, 0)), readable(held)]
+        for category, held in held_bytes.items()
+        if held or category in states
+    ]
+    rows.append(["together", readable(sum(states.values())), readable(sum(held_bytes.values()))])
+    numel = memory.wire_numel(psi, world_size, stage, micro_batches)
+    sent_numel = sum(call.wire_numel(world_size) for call in calls)
+    rows.append(["elements sent in a step", readable(numel, ""), readable(sent_numel, "")])
+    sent = wire_bytes(psi, stage, world_size, compute_bytes, micro_batches)
+    rows.append(["bytes sent in a step", readable(sent), readable(sent_bytes(calls, world_size))])
+    return tabulate(rows, headers=["rank 0", "the paper", "measured"], colalign=("left", "right", "right"))
+
+
+def sent_bytes(calls: list[Call], world_size: int) -> float:
+    """Bytes over one rank's wire, ring convention."""
+    return sum(call.wire_numel(world_size) * call.itemsize for call in calls)
+
+
+def wire_bytes(psi: float, stage: int, world_size: int, compute_bytes: int, micro_batches: int) -> float:
+    """Bytes that one rank sends in a step: `memory.wire_numel` times the bytes of what travels.
+
+    Gradients that stages 0 and 1 summed over several micro-batches travel as they were summed, in fp32.
+
+    >>> wire_bytes(1000, stage=1, world_size=2, compute_bytes=2, micro_batches=1)
+    2000.0
+    >>> wire_bytes(1000, stage=1, world_size=2, compute_bytes=2, micro_batches=4)
+    3000.0
+    """
+    total = memory.wire_numel(psi, world_size, stage, micro_batches) * compute_bytes
+    if micro_batches > 1 and stage < 2:
+        gradients = (2 if stage == 0 else 1) * psi * (world_size - 1) / world_size
+        total += gradients * (4 - compute_bytes)
+    return total
+
+
+# --- the folder -------------------------------------------------------------------------------
+
+
+def check_folder(folder: Path, needed_bytes: int) -> None:
+    """ValueError unless `folder`, made if it is missing, can be written to and has room."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out {folder} cannot be written to: {error.strerror}; choose another folder") from error
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise ValueError(f"--out {folder}: {readable(needed_bytes)} needed, {readable(free_bytes)} free")
+
+
+class Folder:
+    """The files of one run. Without a path, as on all ranks but 0, everything here does nothing."""
+
+    def __init__(self, path: Path | None, config: dict):
+        self.path = path
+        self.write("config.json", json.dumps(config, indent=2))
+        self.write("metrics.jsonl", "")
+
+    def note(self, **metrics: float) -> None:
+        """One more line of metrics, in the file when this returns."""
+        self.write("metrics.jsonl", json.dumps(metrics), "a")
+
+    def write(self, name: str, line: str, mode: str = "w") -> None:
+        if self.path:
+            try:
+                with (self.path / name).open(mode) as file:
+                    print(line, file=file, end="\n" if line else "")
+            except OSError as error:
+                raise Refusal(f"{self.path / name} could not be written: {error.strerror}") from error
+
+    def save(self, model: nn.Module) -> None:
+        """Whole weights. Every rank must call it, since they may have to be gathered; Refusal if the disk is full."""
+        state = model.state_dict()
+        if not self.path:
+            return
+        unfinished = self.path / "weights.pt.unfinished"
+        try:
+            # clone: each tensor is a view of its unit's buffer, and torch.save would write all of that.
+            torch.save({name: value.cpu().clone() for name, value in state.items()}, unfinished)
+            os.replace(unfinished, self.path / "weights.pt")  # whoever reads it finds a whole file, old or new
+        except (OSError, RuntimeError) as error:  # torch.save says RuntimeError for a full disk
+            unfinished.unlink(missing_ok=True)
+            raise Refusal(f"{self.path / 'weights.pt'} could not be written: {first_line(error)}") from error
+
+
+def load_weights(path: Path, config: GPTConfig) -> dict[str, torch.Tensor]:
+    """What `Folder.save` wrote, mapped rather than read; ValueError if it is no file of weights of such a model."""
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    except Exception as error:  # torch.load raises whatever the bytes of a foreign file provoke
+        raise ValueError(f"--init-from {path} holds no weights: {first_line(error)}") from error
+    with torch.device("meta"):
+        expected = {name: tuple(value.shape) for name, value in GPT(config).state_dict().items()}
+    for name in expected | shapes:
+        if shapes.get(name) != expected.get(name):
+            raise ValueError(
+                f"--init-from {path} is of another model: {name} is {shapes.get(name, 'missing')} there and "
+                f"{expected.get(name, 'missing')} here; give the --model, --L, --d, --sequence-length it was made with"
+            )
+    beside = path.with_name("config.json")  # no tensor's shape tells how many heads share it
+    heads = json.loads(beside.read_text())["model_shape"]["heads"] if beside.is_file() else config.heads
+    if heads != config.heads:
+        raise ValueError(f"--init-from {path} is of another model: it has {heads} heads; pass --heads {heads}")
+    return weights

@@ -1,0 +1,276 @@
+"""Train a GPT-2 at any stage of ZeRO, and see what the stage costs and saves.
+
+    torchrun zero_mini/train_gpt.py --stage 2                                     one process
+    torchrun --standalone --nproc-per-node 2 zero_mini/train_gpt.py --stage 2     two of them, on a CPU or two GPUs
+    python zero_mini/train_gpt.py --help                                          every flag
+
+A step, for each rank:
+
+    micro-batch 1    forward  backward      under no_sync() but for the last: stages 0 and 1 add up at home
+    ...
+    micro-batch k    forward  backward      gradients are means over ranks now
+    clip, update, next learning rate, forget the gradients
+
+The host never waits for the device inside a step: losses and norms stay there and are read together, every
+`--log-every` steps. The result depends on the seed and the global batch, not (but for rounding) on the stage or on
+the number of ranks. What cannot be trained is refused in one line, with status 2, before any rank waits for another.
+
+Left out: optimizer states in the saved weights (zero.state_dict() has them), evaluation while training.
+"""
+
+import sys
+from pathlib import Path
+
+if not __package__:
+    # A script has its own folder first on sys.path, where `import zero_mini` finds nothing, or another installed
+    # copy. What it needs is the folder around the package.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import contextlib
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from zero_mini import memory, text, zeroify
+from zero_mini.comm import Call
+from zero_mini.ddp import DDP
+from zero_mini.gpt import GPT, PRESETS, GPTConfig, generate, param_groups, parameter_count
+from zero_mini.launch import Place, Refusal, find_device, find_place, first_line, open_store, roll_call
+from zero_mini.options import Options, parse
+from zero_mini.report import Folder, check_folder, cost_table, load_weights, readable, sent_bytes
+
+VALIDATION_SEQUENCES = 64
+PROMPT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """What this rank is going to do, once every rank has said that it can."""
+
+    config: GPTConfig
+    device: torch.device
+    backend: str
+    micro_batches: int
+    stream: Iterator[list[text.Batch]]
+    validation: list[text.Batch]
+    validation_sequences: int
+    prompt: torch.Tensor  # (1, PROMPT_TOKENS)
+    weights: dict[str, torch.Tensor] | None
+
+
+def prepare(options: Options, place: Place) -> Job:
+    """Everything that can go wrong on this rank alone; ValueError says what did."""
+    device, backend = find_device(options.device, options.backend, place)
+    if options.precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
+        raise ValueError(f"{torch.cuda.get_device_name(device)} does not compute in bf16; use --precision fp32")
+    changes = {"L": options.L, "d": options.d, "heads": options.heads, "T": options.sequence_length}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    config = dataclasses.replace(PRESETS[options.model], **changes)
+
+    training_text, held_out = text.split(text.load(options.data, config.T, config.vocab))
+    ranks, G = place.world_size, options.global_batch
+    micro_batch = options.micro_batch or (G // ranks if G % ranks == 0 else 1)
+    stream = text.batches(training_text, config.T, G, place.rank, ranks, micro_batch, options.seed)
+    sequences = min(VALIDATION_SEQUENCES, text.count_sequences(held_out, config.T, "the validation text"))
+    validation = text.validation_batches(held_out, config.T, sequences, place.rank, ranks, micro_batch)
+    weights = None
+    if place.rank == 0:  # it alone writes; and zeroify() gives every rank its values
+        if options.init_from:
+            weights = load_weights(Path(options.init_from), config)
+        if options.out:
+            check_folder(Path(options.out), 4 * parameter_count(config))
+    prompt = held_out[None, :PROMPT_TOKENS].long().to(device)
+    k = G // (ranks * micro_batch)
+    return Job(config, device, backend, k, stream, validation, sequences, prompt, weights)
+
+
+def lr_factor(step: int, warmup: int, steps: int) -> float:
+    """By what the highest learning rate is multiplied at `step`, from 0: a ramp, then a cosine to a tenth.
+
+    >>> [round(lr_factor(step, warmup=2, steps=6), 2) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.87, 0.55, 0.23]
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return 0.55 + 0.45 * math.cos(math.pi * progress)
+
+
+def train(options: Options, job: Job, place: Place) -> None:
+    """Build, train, report. Collective."""
+    torch.manual_seed(options.seed)
+    model = GPT(job.config)
+    if job.weights:
+        model.load_state_dict(job.weights)
+    groups = param_groups(model, options.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
+    factor = partial(lr_factor, warmup=options.warmup, steps=options.steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
+    zero = zeroify(model, optimizer, options.stage, dtype=dtype, device=job.device)
+
+    speaks = place.rank == 0
+    shape = dataclasses.asdict(job.config)
+    config = {**dataclasses.asdict(options), "model_shape": shape, "world_size": place.world_size}
+    folder = Folder(Path(options.out) if options.out and speaks else None, config)
+    if speaks:
+        print(describe(options, job, place), flush=True)
+    at_start = validate(zero, job)
+    folder.note(step=0, validation_loss=at_start)
+    held_bytes, calls = fit(zero, scheduler, options, job, folder)
+    at_end = validate(zero, job)
+    folder.note(step=options.steps, validation_loss=at_end)
+
+    generator = torch.Generator().manual_seed(options.seed)  # ranks that draw alike write the same text
+    sample = generate(model, job.prompt, options.sample_length, temperature=0.8, generator=generator)[0].cpu()
+    if speaks:
+        psi = parameter_count(job.config)
+        print(cost_table(psi, options.stage, place.world_size, dtype.itemsize, job.micro_batches, held_bytes, calls))
+        print(f"\nvalidation loss: {at_start:.3f} at the start, {at_end:.3f} at the end")
+        if options.sample_length:
+            begun, written = (text.decode(part) for part in sample.tensor_split([PROMPT_TOKENS]))
+            print(f"\nthe held-out text begins:\n{begun}\n\nthe model goes on:\n{written}")
+    if options.out:
+        folder.save(model)
+
+
+def fit(zero: DDP, scheduler, options: Options, job: Job, folder: Folder) -> tuple[dict[str, int], list[Call]]:
+    """The training loop. Returns what this rank held (bytes by category) and sent in the last step."""
+    recent = []  # (loss, norm) of each step since the last reading, on the device
+    since = time.perf_counter()
+    with tqdm(total=options.steps, disable=zero.rank > 0, unit="step") as bar:
+        for step in range(1, options.steps + 1):
+            reading = step % options.log_every == 0 or step == options.steps
+            loss = accumulate(zero, next(job.stream), job.device)
+            if reading:
+                held_bytes = memory.walk(zero)  # now, as the paper counts: clipping copies 16-bit gradients to fp32
+            norm = zero.clip_grad_norm_(options.clip)
+            lr = scheduler.get_last_lr()[0]
+            zero.optimizer.step()
+            scheduler.step()
+            zero.optimizer.zero_grad()
+            recent.append(torch.stack([loss, norm]))
+            bar.update()
+            if reading:
+                loss, norm = read(recent, step, zero, options)
+                now = time.perf_counter()
+                speed = len(recent) * options.global_batch * job.config.T / (now - since)
+                recent, since = [], now
+                most_bytes = sum(held_bytes.values())
+                if job.device.type == "cuda":  # torch counts what the CPU allocates nowhere
+                    most_bytes = torch.cuda.max_memory_allocated(job.device)
+                bar.set_postfix_str(f"loss {loss:.3f}, {readable(speed, '')} tokens/s, {readable(most_bytes)}")
+                costs = {"memory_bytes": most_bytes, "wire_bytes": sent_bytes(zero.comm.last_step, zero.world_size)}
+                folder.note(step=step, loss=loss, lr=lr, grad_norm=norm, tokens_per_s=speed, **costs)
+    return held_bytes, zero.comm.last_step
+
+
+def accumulate(zero: DDP, micro_batches: list[text.Batch], device: torch.device) -> torch.Tensor:
+    """The gradient of the mean loss over all micro-batches and ranks; returns this rank's loss, on the device."""
+    total = torch.zeros((), device=device)
+    for index, (x, y) in enumerate(micro_batches):
+        last = index == len(micro_batches) - 1
+        with contextlib.nullcontext() if last else zero.no_sync():
+            loss = zero.model(to(device, x), to(device, y)) / len(micro_batches)
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
+def to(device: torch.device, tokens: torch.Tensor) -> torch.Tensor:
+    """Copy without waiting: from pageable memory CUDA would first finish what it has been given."""
+    return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
+
+
+def read(recent: list[torch.Tensor], step: int, zero: DDP, options: Options) -> tuple[float, float]:
+    """The last step's loss, mean over ranks, and norm. The one place where the host waits for the device.
+
+    Every rank leaves if any rank's loss or norm was not finite in one of the steps up to `step`.
+    """
+    ranks = zero.comm.host_gather(torch.stack(recent).tolist())  # [rank][step](loss, norm)
+    for index, one_step in enumerate(zip(*ranks)):
+        for rank, values in enumerate(one_step):
+            for what, value in zip(("loss", "gradient norm"), values):
+                if not math.isfinite(value) and zero.rank > 0:
+                    sys.exit(2)
+                if not math.isfinite(value):
+                    first = step - len(recent) + 1 + index
+                    raise Refusal(f"{what} is {value} at step {first} on rank {rank}; lower --lr ({options.lr})")
+    last = [steps[-1] for steps in ranks]
+    return sum(loss for loss, _ in last) / len(last), last[0][1]
+
+
+@torch.no_grad()
+def validate(zero: DDP, job: Job) -> float:
+    """Mean loss over the validation sequences, of which each rank computes its share. Collective."""
+    zero.model.eval()
+    total = sum(zero.model(to(job.device, x), to(job.device, y)).item() * len(x) for x, y in job.validation)
+    zero.model.train()
+    zero.comm.end_step()  # what stage 3 gathered here is no part of a training step's ledger
+    return sum(zero.comm.host_gather(total)) / job.validation_sequences
+
+
+def describe(options: Options, job: Job, place: Place) -> str:
+    """One line on what is about to be trained, and a hint if one rank trains alone."""
+    N, k, shape = place.world_size, job.micro_batches, job.config
+    lines = [
+        f"GPT of {readable(parameter_count(shape), '')} parameters (L={shape.L} d={shape.d} heads={shape.heads}), "
+        f"stage {options.stage}, {options.precision}, ranks: {N} on {job.device.type} by {job.backend}; "
+        f"a step is {N} x {k} x {options.global_batch // (N * k)} sequences of {shape.T} tokens"
+    ]
+    if N == 1:
+        lines.append(
+            "One rank holds everything: nothing is sharded. To shard: "
+            f"torchrun --standalone --nproc-per-node 2 zero_mini/train_gpt.py --stage {options.stage}"
+        )
+    return "\n".join(lines)
+
+
+def run(argv: list[str]) -> None:
+    """The whole program but for its last words; raises Refusal."""
+    place = find_place(os.environ)
+    options, job, problem = Options(), None, None
+    arguments = {}
+    try:
+        options = parse(argv)
+        arguments = dataclasses.asdict(options)
+        job = prepare(options, place)
+    except (ValueError, OSError) as error:
+        problem = first_line(error)
+    time_out = timedelta(seconds=options.time_out)
+    store = open_store(place, os.environ, time_out)
+    roll_call(store, place, arguments, problem, time_out)
+
+    if job.device.type == "cuda":
+        torch.cuda.set_device(job.device)
+    dist.init_process_group(job.backend, store=store, rank=place.rank, world_size=place.world_size, timeout=time_out)
+    try:
+        train(options, job, place)
+    except RuntimeError as error:
+        # A rank that died or is late. gloo has no exception of its own, but says its name.
+        if isinstance(error, (dist.DistError, torch.OutOfMemoryError)) or "gloo" in str(error):
+            raise Refusal(f"rank {place.rank}: {first_line(error)}") from error
+        raise
+    dist.destroy_process_group()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Exits with status 2 and one line on stderr where `run` refuses."""
+    try:
+        run(sys.argv[1:] if argv is None else argv)
+    except Refusal as refusal:
+        print(f"train_gpt.py: error: {refusal}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
