@@ -28,7 +28,7 @@ from zero_mini.zeroify import zeroify
 D_IN, D, D_OUT, ROWS = 4, 8, 3, 12  # ROWS a batch: 1, 2 and 3 ranks divide it
 STAGES = (0, 1, 2, 3)
 EXACT, MIXED = None, torch.bfloat16  # zeroify's dtype
-TOLERANCE = {EXACT: 1e-5, MIXED: 0.04}  # a script moves parameters by more than ten times as much
+TOLERANCE = {EXACT: 1e-5, MIXED: 0.015}  # a script moves parameters by more than ten times as much
 
 
 class Block(nn.Module):
@@ -75,7 +75,7 @@ class Job:
     """A model in training, alone (`zero` is None) or as one rank of several, and what its script looked at."""
 
     def __init__(self, build, optimizer, before: Callable[["Job"], None] | None, **wrap):
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world_size, self.wrap = dist.get_rank(), dist.get_world_size(), wrap
         self.model = build()
         self.optimizer = optimizer(self.model)
         self.notes: list = []
@@ -87,7 +87,7 @@ class Job:
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         source = torch.Generator().manual_seed(step)
-        x, y = torch.randn(ROWS, D_IN, generator=source), 2 * torch.randn(ROWS, D_OUT, generator=source)
+        x, y = torch.randn(ROWS, D_IN, generator=source), 4 * torch.randn(ROWS, D_OUT, generator=source)
         dtype = next(iter(self.model.state_dict().values())).dtype if self.zero is None else self.zero.master_dtype
         rows = slice(None) if self.zero is None else slice(self.rank, None, self.world_size)
         return x[rows].to(dtype), y[rows].to(dtype)
@@ -694,7 +694,7 @@ def test_moving_to_where_it_is_harms_nothing(compare):
         job.train(0)
         job.model.to("cpu")
         job.model.cpu()
-        if compare.dtype is EXACT:
+        if job.zero is None or not job.zero.mixed:
             job.model.float()
         job.see_state()
         job.train(1)
@@ -1167,7 +1167,7 @@ def test_the_learning_rate_that_a_scheduler_reached_is_saved_and_loaded(compare)
 
     def script(job):
         torch.manual_seed(3)
-        fresh = Job(Tower, momentum, None, **({} if job.zero is None else dict(stage=compare.stage, dtype=compare.dtype)))
+        fresh = Job(Tower, momentum, None, **job.wrap)
         schedules = [SCHEDULERS["StepLR"](each.optimizer) for each in (job, fresh)]
         for step in range(2):
             job.train(step)
@@ -1749,7 +1749,7 @@ def test_a_channels_last_model_keeps_its_strides(compare):
         job.see([value.stride() for value in job.model.state_dict().values()])
         job.see(job.model.enter.weight.is_contiguous(memory_format=torch.channels_last))
 
-    compare(lambda job: script(job) if job else None, build=lambda: Convolutions().to(memory_format=torch.channels_last))
+    compare(script, build=lambda: Convolutions().to(memory_format=torch.channels_last))
 
 
 # --- what is kept -------------------------------------------------------------------------------------

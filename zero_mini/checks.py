@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_mini.comm import Comm
-from zero_mini.flat import HeldParameter
+from zero_mini.held import HeldParameter
 
 # Their update of an element looks at that element's gradient and state alone.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "Rprop", "ASGD")
@@ -44,9 +44,7 @@ def check_units(model: nn.Module, units: Sequence[nn.Module], names: dict[int, s
 def check_all(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Comm, elementwise: bool) -> None:
     """Raise on every rank if any rank has a reason to."""
     reason = find_reason(model, optimizer, elementwise)
-    layout = [
-        (name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=True)
-    ]
+    layout = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     layout += [(name, tuple(b.shape), str(b.dtype), None) for name, b in model.named_buffers()]
     groups = [len(group["params"]) for group in optimizer.param_groups]
     for rank, (other, _, _) in enumerate(gathered := comm.host_gather((reason, layout, groups))):
@@ -63,7 +61,9 @@ def check_all(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Comm, el
         if len(first) != len(other):
             raise ValueError(f"ranks built different models: rank 0 has {len(first)} tensors, rank {rank} {len(other)}")
         if first_groups != other_groups:
-            raise ValueError(f"ranks built different param groups: sizes {first_groups} on rank 0, {other_groups} on rank {rank}")
+            raise ValueError(
+                f"ranks built different param groups: {first_groups} parameters on rank 0, {other_groups} on rank {rank}"
+            )
 
 
 def describe(entry: tuple) -> str:
@@ -89,16 +89,14 @@ def find_reason(model: nn.Module, optimizer: torch.optim.Optimizer, elementwise:
         if isinstance(param, nn.parameter.UninitializedParameter):
             return f"{name} is not initialised yet (a lazy module): run one forward before zeroify()"
         if param.is_meta:
-            return f"{name} is on the meta device: give it values (model.to_empty, then an initialiser) before zeroify()"
+            return f"{name} is on the meta device: give it values (model.to_empty, an initialiser) before zeroify()"
         if param.layout != torch.strided or not param.dtype.is_floating_point:
-            return f"{name} is {param.layout} of {param.dtype}: only dense real floating-point parameters can be flattened"
-    for what, values in (("dtypes", "dtype"), ("devices", "device")):
-        seen = {getattr(param, values): name for name, param in reversed(named.items())}
+            return f"{name} is {param.layout} of {param.dtype}: only dense real floating-point ones can be flattened"
+    for what in ("dtype", "device"):
+        seen = {getattr(param, what): name for name, param in named.items()}
         if len(seen) > 1:
             (one, a), (two, b) = list(seen.items())[:2]
-            return f"parameters of two {what}: {a} is on {one}, {b} on {two}; bring the model to one before zeroify()".replace(
-                " on ", " in " if what == "dtypes" else " on "
-            )
+            return f"the {what} of {a} is {one}, of {b} it is {two}: bring the model to one {what} before zeroify()"
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
             return f"{name}.weight produces sparse gradients ({type(module).__name__}(sparse=True)); set sparse=False"
@@ -108,7 +106,7 @@ def find_reason(model: nn.Module, optimizer: torch.optim.Optimizer, elementwise:
             f"known to be safe: {', '.join(ELEMENTWISE)}; pass elementwise=True if yours is"
         )
     if optimizer.state:
-        return f"{type(optimizer).__name__} already has state for {len(optimizer.state)} parameters: wrap before the first step"
+        return f"{type(optimizer).__name__} already has state for {len(optimizer.state)} parameters: wrap before a step"
     grouped = set()
     for index, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):

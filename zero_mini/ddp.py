@@ -12,6 +12,7 @@ All four stages follow one script, whose moments are the methods below. A stage 
 overrides the moments it changes, and nothing else:
 
     own               once       what does this rank's optimizer update?
+    before_model      once       a forward begins: buffers are made equal, as torch DDP does
     before_forward    a unit     its parameters are needed
     after_forward     a unit     its parameters have been used
     before_backward   a unit     its parameters are needed again
@@ -37,19 +38,19 @@ with unequal numbers of batches.
 """
 
 import contextlib
-import dataclasses
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from zero_mini.comm import Comm
-from zero_mini.flat import HeldParameter, Unit
+from zero_mini.flat import Unit
+from zero_mini.held import HeldParameter
+from zero_mini.hooks import Hooks
 from zero_mini.whole import Whole
 
 
-class DDP(Whole):
+class DDP(Hooks, Whole):
     """The script, and stage 0. Made by `zeroify`; it changes model and optimizer in place.
 
     `master_dtype` is what the optimizer sees (the dtype the model came in), `dtype` what the model
@@ -83,7 +84,7 @@ class DDP(Whole):
         self._sync_buffers()
         comm.end_step()
         self._point_optimizer_to_pieces()
-        self._hook()
+        self.connect()
 
     # --- the moments -------------------------------------------------------------------------
 
@@ -95,6 +96,15 @@ class DDP(Whole):
         unit.full = values.to(self.dtype)
         unit.master = values
         unit.show(unit.views(unit.full))
+
+    @torch.no_grad()
+    def before_model(self) -> None:
+        """A forward of the whole model begins: forget what the last one left, also if it raised."""
+        self.entered, self.unsent, self.ready, self.in_backward = [], [], set(), False
+        for unit in self.units:
+            unit.outstanding = 0
+        if self.buffers_due:
+            self._sync_buffers()
 
     def before_forward(self, unit: Unit) -> None:
         """The unit's parameters are needed. Stage 0 has them."""
@@ -248,7 +258,7 @@ class DDP(Whole):
             return torch.zeros((), dtype=self.master_dtype, device=self.device)
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(slices, norm_type)), norm_type)
 
-    # --- how the script is tied to the model -------------------------------------------------
+    # --- its own business -------------------------------------------------------------------
 
     def _point_optimizer_to_pieces(self) -> None:
         groups = self.optimizer.param_groups
@@ -259,69 +269,6 @@ class DDP(Whole):
             for group, piece in unit.pieces:
                 groups[group]["params"].append(piece)
 
-    def _hook(self) -> None:
-        for unit in self.units:
-            unit.module.register_forward_pre_hook(partial(self._enter_forward, unit), prepend=True)
-        self.model.register_forward_pre_hook(self._start, prepend=True, with_kwargs=True)
-        self.model.register_forward_hook(self._end)
-        for unit in self.units:
-            unit.module.register_forward_hook(partial(self._leave_forward, unit))
-
-    @torch.no_grad()
-    def before_model(self) -> None:
-        """A forward of the whole model begins: forget what the last one left, also if it raised."""
-        self.entered, self.unsent, self.ready, self.in_backward = [], [], set(), False
-        for unit in self.units:
-            unit.outstanding = 0
-        if self.buffers_due:
-            self._sync_buffers()
-
-    def _start(self, model, args, kwargs):
-        if self.showing_whole:
-            return None
-        if not backward_is_running():  # not a recompute
-            self.before_model()
-            self.buffers_due = torch.is_grad_enabled() and self.syncing  # as torch DDP decides it
-        return cast((args, kwargs), self.master_dtype, self.dtype) if self.mixed else None
-
-    def _end(self, model, args, output):
-        return cast(output, self.dtype, self.master_dtype) if self.mixed and not self.showing_whole else None
-
-    @torch.no_grad()
-    def _enter_forward(self, unit, module, args) -> None:
-        if not self.showing_whole:
-            if backward_is_running():
-                self._begin_backward()  # a recompute: the outermost backward is known here, not later
-            self.before_forward(unit)
-
-    def _leave_forward(self, unit, module, args, output) -> None:
-        if self.showing_whole:
-            return
-        # A recompute of a call that is already being waited for makes a graph that nobody enters.
-        again = backward_is_running() and (unit.outstanding or unit in self.entered)
-        tensors = [t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None]
-        if tensors and not again:
-            unit.outstanding += 1
-            call = [unit]  # whichever of its outputs backward reaches first takes it
-            for tensor in tensors:
-                tensor.register_hook(partial(self._enter_backward, call))
-        with torch.no_grad():
-            self.after_forward(unit)
-
-    def _enter_backward(self, call: list[Unit], grad) -> None:
-        if torch.is_grad_enabled():
-            raise RuntimeError("backward(create_graph=True) is not supported: gradients are reduced away")
-        if call:
-            unit = call.pop()
-            unit.outstanding = max(0, unit.outstanding - 1)
-            self._begin_backward()
-            self.before_backward(unit)
-
-    def _begin_backward(self) -> None:
-        if not self.in_backward:
-            self.in_backward, self.unsent = True, list(self.trainable)
-            torch.autograd.Variable._execution_engine.queue_callback(torch.no_grad()(self.after_backward))
-
     def _send(self, unit: Unit) -> None:
         self.reduce(unit)
         unit.grad = None  # `reducing` keeps the buffer for as long as it is needed
@@ -330,41 +277,3 @@ class DDP(Whole):
         for name, buffer in self.model.named_buffers():
             if buffer.numel():
                 self.comm.broadcast(buffer, name).wait()
-
-
-def backward_is_running() -> bool:
-    """Is this thread inside a backward pass (of a recompute's forward, say)?"""
-    return torch._C._current_graph_task_id() != -1
-
-
-def tensors_in(tree) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists, dicts and dataclasses.
-
-    >>> [t.item() for t in tensors_in({"a": (torch.tensor(1), [torch.tensor(2)]), "b": None})]
-    [1, 2]
-    """
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        yield from (tensor for value in tree.values() for tensor in tensors_in(value))
-    elif isinstance(tree, (tuple, list)):
-        yield from (tensor for value in tree for tensor in tensors_in(value))
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for part in dataclasses.fields(tree):
-            yield from tensors_in(getattr(tree, part.name))
-
-
-def cast(tree, source: torch.dtype, target: torch.dtype):
-    """The same tree with each tensor of dtype `source` as `target`; token ids stay as they are."""
-    if isinstance(tree, torch.Tensor):
-        return tree.to(target) if tree.dtype == source else tree
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a namedtuple
-        return type(tree)(*(cast(value, source, target) for value in tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(cast(value, source, target) for value in tree)
-    if isinstance(tree, dict):
-        return type(tree)((key, cast(value, source, target)) for key, value in tree.items())
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        parts = {part.name: getattr(tree, part.name) for part in dataclasses.fields(tree) if part.init}
-        return dataclasses.replace(tree, **cast(parts, source, target))
-    return tree

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from zero_mini.gpt import PRESETS
 
 
-def option(default, meaning: str, *, least=None, above=None, choices=None):
-    """A field that is a flag: `least` and `above` bound its number, from below and strictly."""
-    return dataclasses.field(default=default, metadata=dict(help=meaning, least=least, above=above, choices=choices))
+def option(default, meaning: str, *, least=None, above=None, choices=None, also=()):
+    """A field that is a flag: `least` and `above` bound its number, from below and strictly; `also` are synonyms."""
+    metadata = dict(help=meaning, least=least, above=above, choices=choices, also=also)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Options:
     stage: int = option(2, "of ZeRO; 0 is plain data parallelism", choices=(0, 1, 2, 3))
     model: str = option("nano", "a preset shape; --L, --d, --heads change it", choices=tuple(PRESETS))
     L: int | None = option(None, "blocks", least=1)
-    d: int | None = option(None, "channels, a multiple of --heads", least=1)
+    # Up to Python 3.11 torchrun stops at "--d", even behind the script's name: it begins two of its own flags.
+    d: int | None = option(None, "channels, a multiple of --heads", least=1, also=("--width",))
     heads: int | None = option(None, "attention heads", least=1)
     data: str | None = option(None, "text file, or folder of them; else Python's own reference")
     steps: int = option(300, "optimizer steps", least=1)
@@ -82,5 +84,6 @@ def parse(argv: list[str]) -> Options:
     for f in dataclasses.fields(Options):
         choices, default = f.metadata["choices"], "" if f.default is None else f" (default: {f.default})"
         shown = "|".join(map(str, choices)) if choices else {int: "N", float: "X", str: "PATH"}[kind(f)]
-        parser.add_argument(flag(f), type=kind(f), default=f.default, metavar=shown, help=f.metadata["help"] + default)
+        names, meaning = (flag(f), *f.metadata["also"]), f.metadata["help"] + default
+        parser.add_argument(*names, type=kind(f), default=f.default, metavar=shown, help=meaning)
     return Options(**vars(parser.parse_args(argv)))

@@ -32,7 +32,8 @@ class Whole:
         if grads:
             self.before_step()
         with self._showing(self.units, write=True), torch.no_grad():
-            whole_grads = {unit: self._whole(unit, unit.own_grad) for unit in self.trainable if grads and unit.own_grad is not None}
+            with_grad = [unit for unit in self.trainable if grads and unit.own_grad is not None]
+            whole_grads = {unit: self._whole(unit, unit.own_grad) for unit in with_grad}
             for unit, grad in whole_grads.items():
                 for param, view in zip(unit.params, unit.views(grad)):
                     param.grad = view
@@ -72,7 +73,7 @@ class Whole:
         """Take over what `state_dict()` returned, at any stage and on any number of ranks."""
         missing = [name for unit in self.trainable for name in unit.names if name not in state["optimizer"]]
         if state["optimizer"] and missing:
-            raise ValueError(f"the state has no optimizer entry for {missing[0]}: it is another model's or optimizer's")
+            raise ValueError(f"the state has no optimizer entry for {missing[0]}: it is another model's")
         self.model.load_state_dict(state["model"])
         self.optimizer.state.clear()
         for unit in self.trainable if state["optimizer"] else []:

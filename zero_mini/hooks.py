@@ -1,0 +1,106 @@
+"""How the script of moments is tied to a model: four hooks a unit, and nothing else.
+
+    forward pre-hook of a unit's module     before_forward
+    forward hook                            after_forward; hooks every output that needs a gradient
+    the first of those outputs' gradients   before_backward: backward enters the unit at its end
+    end of the outermost backward           after_backward
+
+A unit's output may be a tensor, or tuples, lists, dicts and dataclasses of tensors: full-backward
+hooks of modules see only the first two, and stay silent for the rest. A recompute (activation
+checkpointing) runs forward hooks in the middle of a backward. The end of a backward is asked for
+at its first event, which lies in the outermost one: a request from inside a re-entrant recompute
+would be answered at the end of that inner backward.
+
+Left out: outputs hidden in other objects, say an attribute of the module. Their gradients arrive
+unannounced, and the end of the backward says so.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+
+from zero_mini.flat import Unit
+from zero_mini.precision import cast
+
+
+class Hooks:
+    """`self` is a stage: units, model, and the moments that are called here."""
+
+    def connect(self) -> None:
+        """Once. Pre-hooks run before the user's own, which may read weights."""
+        for unit in self.units:
+            unit.module.register_forward_pre_hook(partial(self._enter_forward, unit), prepend=True)
+        self.model.register_forward_pre_hook(self._start, prepend=True, with_kwargs=True)
+        self.model.register_forward_hook(self._end)
+        for unit in self.units:
+            unit.module.register_forward_hook(partial(self._leave_forward, unit))
+
+    def _start(self, model, args, kwargs):
+        if self.showing_whole:
+            return None
+        if not backward_is_running():  # not a recompute
+            self.before_model()
+            self.buffers_due = torch.is_grad_enabled() and self.syncing  # as torch DDP decides it
+        return cast((args, kwargs), self.master_dtype, self.dtype) if self.mixed else None
+
+    def _end(self, model, args, output):
+        return cast(output, self.dtype, self.master_dtype) if self.mixed and not self.showing_whole else None
+
+    @torch.no_grad()
+    def _enter_forward(self, unit, module, args) -> None:
+        if not self.showing_whole:
+            if backward_is_running():
+                self._begin_backward()  # a recompute: the outermost backward is known here, not later
+            self.before_forward(unit)
+
+    def _leave_forward(self, unit, module, args, output) -> None:
+        if self.showing_whole:
+            return
+        # A recompute of a call that is already being waited for makes a graph that nobody enters.
+        again = backward_is_running() and (unit.outstanding or unit in self.entered)
+        tensors = [t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None]
+        if tensors and not again:
+            unit.outstanding += 1
+            call = [unit]  # whichever of its outputs backward reaches first takes it
+            for tensor in tensors:
+                tensor.register_hook(partial(self._enter_backward, call))
+        with torch.no_grad():
+            self.after_forward(unit)
+
+    def _enter_backward(self, call: list[Unit], grad) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError("backward(create_graph=True) is not supported: gradients are reduced away")
+        if call:
+            unit = call.pop()
+            unit.outstanding = max(0, unit.outstanding - 1)
+            self._begin_backward()
+            self.before_backward(unit)
+
+    def _begin_backward(self) -> None:
+        if not self.in_backward:
+            self.in_backward, self.unsent = True, list(self.trainable)
+            torch.autograd.Variable._execution_engine.queue_callback(torch.no_grad()(self.after_backward))
+
+
+def backward_is_running() -> bool:
+    """Is this thread inside a backward pass (of a recompute's forward, say)?"""
+    return torch._C._current_graph_task_id() != -1
+
+
+def tensors_in(tree) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists, dicts and dataclasses.
+
+    >>> [t.item() for t in tensors_in({"a": (torch.tensor(1), [torch.tensor(2)]), "b": None})]
+    [1, 2]
+    """
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        yield from (tensor for value in tree.values() for tensor in tensors_in(value))
+    elif isinstance(tree, (tuple, list)):
+        yield from (tensor for value in tree for tensor in tensors_in(value))
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for part in dataclasses.fields(tree):
+            yield from tensors_in(getattr(tree, part.name))

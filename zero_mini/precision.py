@@ -1,0 +1,31 @@
+"""Mixed precision: what a model computes in, over what its optimizer keeps.
+
+Source: arXiv 1910.02054, section 3.1; mixed-precision training, arXiv 1710.03740.
+
+The units do the work: `master` is what the optimizer updates (fp32), `full` the cast that the model
+computes with (bf16), gradients are reduced as they come (bf16) and added up in the master's
+precision. What is left for this file is the model's border: floating-point inputs are cast on the
+way in, outputs on the way out, so that the loss is fp32. Buffers stay as they are.
+
+Left out: fp16, which needs a loss scale.
+"""
+
+import dataclasses
+
+import torch
+
+
+def cast(tree, source: torch.dtype, target: torch.dtype):
+    """The same tree with each tensor of dtype `source` as `target`; token ids stay as they are."""
+    if isinstance(tree, torch.Tensor):
+        return tree.to(target) if tree.dtype == source else tree
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a namedtuple
+        return type(tree)(*(cast(value, source, target) for value in tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(cast(value, source, target) for value in tree)
+    if isinstance(tree, dict):
+        return type(tree)((key, cast(value, source, target)) for key, value in tree.items())
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        parts = {part.name: getattr(tree, part.name) for part in dataclasses.fields(tree) if part.init}
+        return dataclasses.replace(tree, **cast(parts, source, target))
+    return tree
