@@ -41,9 +41,9 @@ def check_units(model: nn.Module, units: Sequence[nn.Module], names: dict[int, s
                 )
 
 
-def check_all(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Comm, elementwise: bool) -> None:
+def check_all(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Comm, elementwise: bool, can_initialise: bool) -> None:
     """Raise on every rank if any rank has a reason to."""
-    reason = find_reason(model, optimizer, elementwise)
+    reason = find_reason(model, optimizer, elementwise, can_initialise)
     layout = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     layout += [(name, tuple(b.shape), str(b.dtype), None) for name, b in model.named_buffers()]
     groups = [len(group["params"]) for group in optimizer.param_groups]
@@ -77,7 +77,9 @@ def describe(entry: tuple) -> str:
     return f"{name!r} {shape} {dtype}" + (", frozen" if requires_grad is False else "")
 
 
-def find_reason(model: nn.Module, optimizer: torch.optim.Optimizer, elementwise: bool) -> str | None:
+def find_reason(
+    model: nn.Module, optimizer: torch.optim.Optimizer, elementwise: bool, can_initialise: bool
+) -> str | None:
     """Why this model and optimizer cannot be sharded, or None."""
     named = dict(model.named_parameters())
     names = {id(param): name for name, param in named.items()}
@@ -88,10 +90,13 @@ def find_reason(model: nn.Module, optimizer: torch.optim.Optimizer, elementwise:
             return f"{name} is already held by zeroify(): wrap a model once"
         if isinstance(param, nn.parameter.UninitializedParameter):
             return f"{name} is not initialised yet (a lazy module): run one forward before zeroify()"
-        if param.is_meta:
-            return f"{name} is on the meta device: give it values (model.to_empty, an initialiser) before zeroify()"
+        if param.is_meta and not can_initialise:
+            return f"{name} is on the meta device and has no values: pass zeroify(initialise=function(name, tensor))"
         if param.layout != torch.strided or not param.dtype.is_floating_point:
             return f"{name} is {param.layout} of {param.dtype}: only dense real floating-point ones can be flattened"
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            return f"the buffer {name} is on the meta device: build it on a real one, only parameters are initialised here"
     for what in ("dtype", "device"):
         seen = {getattr(param, what): name for name, param in named.items()}
         if len(seen) > 1:

@@ -59,7 +59,7 @@ class DDP(Hooks, Whole):
 
     stage = 0
 
-    def __init__(self, model, optimizer, units: list[Unit], comm: Comm, dtype: torch.dtype, device: torch.device):
+    def __init__(self, model, optimizer, units: list[Unit], comm: Comm, dtype: torch.dtype, device: torch.device, initialise=None):
         self.model, self.optimizer, self.units, self.comm = model, optimizer, units, comm
         self.rank, self.world_size, self.device = comm.rank, comm.world_size, device
         self.dtype, self.master_dtype = dtype, units[0].params[0].dtype
@@ -74,10 +74,12 @@ class DDP(Hooks, Whole):
         self.buffers_due = True
         self.allocate()
         for unit in units:  # one at a time: the peak is the final states plus two units
+            unit.materialise(initialise, device)
             values = unit.flatten(self.master_dtype, device)
             comm.broadcast(values, unit.name).wait()
             unit.nothing = [values.new_full((), float("nan"), dtype=dtype).expand(s) for s in unit.shapes]
             self.own(unit, values)
+            unit.note_versions()
             for param in unit.params:
                 param.__class__, param.unit, param.grad = HeldParameter, unit, None
         model.to(device)  # what is left: buffers

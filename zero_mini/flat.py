@@ -24,6 +24,7 @@ is zero.
 Left out: parameters of several dtypes in one model, and sparse ones (see checks.py).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -82,7 +83,6 @@ class Unit:
             for start, param, end in zip(self.offsets, self.params, ends)
             if start + param.numel() < end
         ]
-        self.versions = [param._version for param in self.params]
 
     @property
     def holds_gradient(self) -> bool:
@@ -98,6 +98,14 @@ class Unit:
         start = buffer.storage_offset()
         layout = zip(self.shapes, self.strides, self.offsets)
         return [buffer.as_strided(shape, stride, start + offset) for shape, stride, offset in layout]
+
+    def materialise(self, initialise: Callable[[str, torch.Tensor], None], device: torch.device) -> None:
+        """Parameters built on the meta device get memory, and values from initialise(name, tensor)."""
+        for name, param in zip(self.names, self.params):
+            if param.is_meta:
+                values = torch.empty_like(param, device=device, requires_grad=False)
+                initialise(name, values)
+                torch.utils.swap_tensors(param, nn.Parameter(values, self.trainable))  # the same object still
 
     def flatten(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A new buffer (P) of the parameters' values, gaps zero."""
@@ -144,6 +152,10 @@ class Unit:
     def rest(self) -> None:
         """Out of turn: the right shapes, no memory, and values that nobody can mistake."""
         self.show(self.nothing)
+
+    def note_versions(self) -> None:
+        """Remember how often each parameter has been written to, for `check_untouched`."""
+        self.versions = [param._version for param in self.params]
 
     def check_untouched(self) -> None:
         """Raise if someone wrote to a parameter in place while the value that counts is elsewhere."""

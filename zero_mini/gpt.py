@@ -131,7 +131,7 @@ class GPT(nn.Module):
 
     `forward(tokens)` gives logits (B, T, V) in the dtype of the parameters; `forward(tokens, targets)` gives the
     mean cross entropy in nats as an fp32 scalar. Both arguments are (B, T) int64; more than `config.T` tokens
-    raise ValueError. Built under `torch.device("meta")`, it takes its values from `init_weights` later.
+    raise ValueError. Built under `torch.device("meta")`, it takes its values from `init_weight` later.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -160,17 +160,22 @@ class GPT(nn.Module):
 
 
 def init_weights(module: nn.Module, L: int) -> None:
-    """Give GPT-2's initial values to a whole GPT of L blocks, or to one Block of it, in place.
+    """Give GPT-2's initial values to a whole GPT of L blocks, or to one Block of it, in place."""
+    for name, parameter in module.named_parameters():
+        init_weight(name, parameter.detach(), L)
+
+
+def init_weight(name: str, tensor: Tensor, L: int) -> None:
+    """Give GPT-2's initial values to the one parameter of that name, in place.
 
     Matrices are N(0, 0.02); those that write into the residual stream are scaled by 1 / sqrt(2 L), because
     2 L of them add up there. LayerNorm starts as the identity, biases at zero.
     """
-    for name, parameter in module.named_parameters():
-        if parameter.ndim >= 2:
-            into_residual = name.endswith("_out.weight")
-            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * L) if into_residual else 0.02)
-        else:
-            nn.init.constant_(parameter, 1.0 if name.endswith("weight") else 0.0)
+    if tensor.ndim >= 2:
+        into_residual = name.endswith("_out.weight")
+        nn.init.normal_(tensor, std=0.02 / math.sqrt(2 * L) if into_residual else 0.02)
+    else:
+        nn.init.constant_(tensor, 1.0 if name.endswith("weight") else 0.0)
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict]:

@@ -145,7 +145,7 @@ class Whole:
                         self.comm.broadcast(whole, unit.name).wait()
                         unit.master.copy_(whole if unit.master.numel() == unit.P else unit.own(whole))
                         self.publish(unit)
-                        unit.versions = [param._version for param in unit.params]
+                        unit.note_versions()
                     self.restore(unit)
 
     def hook_state_dicts(self) -> None:

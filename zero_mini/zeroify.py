@@ -14,7 +14,7 @@ with its param groups, and any scheduler built on it, before or after. Both are 
 because the optimizer must hold slices of the very buffers that the model's parameters live in.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ def zeroify(
     dtype: torch.dtype | None = None,
     units: Sequence[nn.Module] | None = None,
     device: torch.device | str | None = None,
+    initialise: Callable[[str, torch.Tensor], None] | None = None,
     elementwise: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> DDP:
@@ -50,6 +51,8 @@ def zeroify(
                  is the children of its ModuleLists and Sequentials. The rest is the root unit.
     device       where to train; None: this rank's GPU if the group speaks NCCL, else where the
                  model is. A model on the CPU is moved one unit at a time.
+    initialise   gives values to parameters that were built on the meta device, called as
+                 initialise(name, tensor) one unit at a time, so that no rank ever holds a whole model.
     elementwise  vouches that an optimizer this package does not know updates each element by itself.
     group        the ranks that share the states; None: all of them.
 
@@ -62,16 +65,17 @@ def zeroify(
     comm = Comm(group)
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if comm.averages else first_device(model)
+        device = torch.device("cpu") if device.type == "meta" else device
     device = torch.device(device)
     blocks = find_blocks(model)
     if units is not None:
         names = {id(module): name for name, module in model.named_modules()}
         checks.check_units(model, units, names)
         blocks = [(names[id(module)], module) for module in units]
-    checks.check_all(model, optimizer, comm, elementwise)
+    checks.check_all(model, optimizer, comm, elementwise, initialise is not None)
     group_of = {id(p): index for index, g in enumerate(optimizer.param_groups) for p in g["params"]}
     made = make_units(model, blocks, group_of, comm.rank, comm.world_size)
-    zero = STAGES[stage](model, optimizer, made, comm, dtype or made[0].params[0].dtype, device)
+    zero = STAGES[stage](model, optimizer, made, comm, dtype or made[0].params[0].dtype, device, initialise)
     zero.hook_state_dicts()
     hook_optimizer(zero)
     return zero
