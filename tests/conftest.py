@@ -22,3 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # of a failed assert.
     for module in {item.module for item in items if isinstance(item, pytest.Function)}:
         cloudpickle.register_pickle_by_value(module)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", metavar="DIR", help="folder for what the gpu tests measure, as JSON")

@@ -8,6 +8,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -299,26 +300,115 @@ class Normalised(Stack):
         super().__init__(*layers)
 
 
-class Checkpointed(Stack):
-    """`span` blocks at a time are computed again in backward, dropout included."""
+class Branches(Stack):
+    """A way that forks, skips, stops, and is walked without a gradient first."""
 
-    def __init__(self, use_reentrant: bool, span: int = 1, early_stop: bool = True, frozen: bool = False):
+    def through_blocks(self, h, turn):
+        with torch.no_grad():
+            target = self.blocks[1](self.blocks[0](h))
+        left, right = self.blocks[0](h), self.blocks[1](h)
+        joined = self.blocks[2](left * right)
+        return self.blocks[3](joined.detach()) + joined * left - target
+
+
+class TwoLists(Stack):
+    """Lists of blocks inside one another (the outer one counts) and blocks of two lists in turns."""
+
+    def __init__(self):
+        super().__init__(*[nn.Sequential(nn.Linear(D, D), nn.Sequential(Block(), nn.Tanh())) for _ in range(2)])
+        self.others = nn.ModuleList(Block() for _ in range(2))
+
+    def through_blocks(self, h, turn):
+        for one, other in zip(self.blocks, self.others):
+            h = other(one(h)) + h
+        return h
+
+
+class Hooked(Stack):
+    """Hooks that a user registered, and a weight that is computed from others."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+        self.blocks[1].register_forward_hook(lambda module, inputs, output: output * 1.5)
+        self.blocks[2].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.7,))
+        self.blocks[2].up.weight.register_hook(lambda grad: grad * 2)
+        nn.utils.parametrizations.weight_norm(self.blocks[3].up)
+
+
+class OnlyBiases(Stack):
+    """Most is frozen, and the first block wholly."""
+
+    def __init__(self):
+        super().__init__()
+        for name, param in self.named_parameters():
+            param.requires_grad_(name.endswith("bias") and not name.startswith(("enter", "blocks.0")))
+
+
+class ViewsInPlace(Stack):
+    """Units return views of what they computed, which are changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, inputs, output: output[:, :])
+
+    def through_blocks(self, h, turn):
+        for block in self.blocks:
+            h = block(h).mul_(0.5)
+        return h
+
+
+class Checkpointed(Stack):
+    """`spans` says which blocks are computed again together, dropout included."""
+
+    def __init__(self, use_reentrant: bool, spans=((0,), (1,), (2,), (3,)), early_stop: bool = True, frozen: bool = False):
         blocks = [Block(dropout=0.25) for _ in range(4)]
         if frozen:
             blocks = [LowRank(), Block().requires_grad_(False), LowRank(), Block(dropout=0.25)]
         super().__init__(*blocks)
-        self.use_reentrant, self.span, self.early_stop = use_reentrant, span, early_stop
+        self.use_reentrant, self.spans, self.early_stop = use_reentrant, spans, early_stop
 
     def through_blocks(self, h, turn):
         with set_checkpoint_early_stop(self.early_stop):
-            for first in range(0, len(self.blocks), self.span):
-                h = checkpoint(self.some, h, first, use_reentrant=self.use_reentrant)
+            for span in self.spans:
+                h = self.again(self.some, h, span)
         return h
 
-    def some(self, h: torch.Tensor, first: int) -> torch.Tensor:
-        for block in self.blocks[first : first + self.span]:
-            h = block(h)
+    def again(self, function: Callable, *args) -> torch.Tensor:
+        return checkpoint(function, *args, use_reentrant=self.use_reentrant)
+
+    def some(self, h: torch.Tensor, span: tuple[int, ...]) -> torch.Tensor:
+        for index in span:
+            h = self.blocks[index](h)
         return h
+
+
+class CheckpointedInChangingOrder(Checkpointed):
+    """One block at a time, in another order at each step."""
+
+    def through_blocks(self, h, turn):
+        for index in OrderChanges.ORDERS[turn.step % 4]:
+            h = self.again(self.blocks[index], h)
+        return h
+
+
+class CheckpointInCheckpoint(Checkpointed):
+    """Two blocks that are computed again together, and each once more by itself."""
+
+    def some(self, h, span):
+        for index in span:
+            h = self.again(self.blocks[index], h)
+        return h
+
+
+class CheckpointedUnused(UnusedOnSomeRanks):
+    """A checkpoint of something that some ranks do not use."""
+
+    def __init__(self, use_reentrant: bool):
+        super().__init__()
+        for block in self.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=use_reentrant)
 
 
 class CheckpointedFromTheInput(Checkpointed):
@@ -412,9 +502,12 @@ class Case:
     batch: Callable = some_numbers
     loss: Callable = squared_error
     unused: bool = False  # some ranks leave parameters without a gradient
+    static_graph: bool = False
     seeds_differ: bool = False  # ranks build different values; rank 0's count
     stages: tuple[int, ...] = (0, 1, 2, 3)
 
+
+TWO_AT_ONCE, THREE_AND_ONE, CALLED_TWICE = ((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (1,), (0,), (2,), (3,))
 
 ZOO = {
     "plain blocks": Case(Stack),
@@ -435,17 +528,34 @@ ZOO = {
     "buffers": Case(Normalised),
     "checkpoint": Case(lambda: Checkpointed(use_reentrant=False)),
     "checkpoint, re-entrant": Case(lambda: Checkpointed(use_reentrant=True)),
-    "checkpoint of two blocks": Case(lambda: Checkpointed(use_reentrant=False, span=2)),
-    "checkpoint of two blocks, re-entrant": Case(lambda: Checkpointed(use_reentrant=True, span=2)),
-    "checkpoint without early stop": Case(lambda: Checkpointed(use_reentrant=False, span=2, early_stop=False)),
-    "checkpoint of frozen blocks": Case(lambda: Checkpointed(use_reentrant=False, frozen=True)),
-    "checkpoint of frozen blocks, re-entrant": Case(lambda: Checkpointed(use_reentrant=True, frozen=True)),
+    "checkpoint of two": Case(lambda: Checkpointed(False, TWO_AT_ONCE)),
+    "checkpoint of two, re-entrant": Case(lambda: Checkpointed(True, TWO_AT_ONCE)),
     "checkpoint from the input": Case(lambda: CheckpointedFromTheInput(use_reentrant=False)),
     "checkpoint from the input, re-entrant": Case(lambda: CheckpointedFromTheInput(use_reentrant=True)),
 }
 
+# Stranger still; tests take fewer ways through these.
+RARE = {
+    "branches": Case(Branches),
+    "two lists": Case(TwoLists),
+    "hooks and parametrisations": Case(Hooked),
+    "only biases": Case(OnlyBiases),
+    "checkpoint without early stop": Case(lambda: Checkpointed(False, TWO_AT_ONCE, early_stop=False)),
+    "checkpoint of frozen": Case(lambda: Checkpointed(False, frozen=True)),
+    "checkpoint of frozen, re-entrant": Case(lambda: Checkpointed(True, frozen=True)),
+    "checkpoint of three": Case(lambda: Checkpointed(False, THREE_AND_ONE)),
+    "checkpoint of three, re-entrant": Case(lambda: Checkpointed(True, THREE_AND_ONE)),
+    "checkpoint of what is called twice": Case(lambda: Checkpointed(False, CALLED_TWICE)),
+    "checkpoint of what is called twice, re-entrant": Case(lambda: Checkpointed(True, CALLED_TWICE), static_graph=True),
+    "checkpoint in changing order": Case(lambda: CheckpointedInChangingOrder(False)),
+    "checkpoint in changing order, re-entrant": Case(lambda: CheckpointedInChangingOrder(True)),
+    "checkpoint in checkpoint": Case(lambda: CheckpointInCheckpoint(False, TWO_AT_ONCE)),
+    "checkpoint in checkpoint, re-entrant": Case(lambda: CheckpointInCheckpoint(True, TWO_AT_ONCE)),
+    "checkpoint of what is unused on some ranks": Case(lambda: CheckpointedUnused(False), unused=True),
+}
 
 INTEGERS = Case(Integers, some_integers, itself)
+SOMETIMES_UNUSED = Case(SometimesUnused, unused=True)
 
 
 # --- optimizers -----------------------------------------------------------------------------------
@@ -487,7 +597,7 @@ class Loop:
     micro_batches: int = 1
     no_sync: bool = False  # on all micro-batches but the last
     clip: tuple[float, float] | None = None  # (max_norm, norm_type), in every step but the second
-    evaluate: bool = False  # forwards that no backward follows, between the steps
+    evaluate: bool = False  # forwards that no backward follows, before each step
     watch: bool = True  # look at gradients and parameters after every step, or at the last ones only
     dtype: torch.dtype = torch.float32  # of the parameters
     compute_dtype: torch.dtype | None = None
@@ -565,7 +675,9 @@ class TorchDDP(Alone):
 
     def __init__(self, case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, loop: Loop, **options):
         super().__init__(case, model, optimizer, loop, shares=[dist.get_rank()])
-        self.model = DistributedDataParallel(model, find_unused_parameters=case.unused, **options)
+        self.model = DistributedDataParallel(
+            model, find_unused_parameters=case.unused, static_graph=case.static_graph, **options
+        )
         self.no_sync = self.model.no_sync
 
 
@@ -641,7 +753,7 @@ def train(case: Case, loop: Loop, side: type, follow: Run | None = None, **optio
     for number in range(loop.steps):
         if follow is not None and number > 0:
             model.load_state_dict(follow.steps[number - 1].params)
-        step = Step(losses=[])
+        step = Step(losses=evaluate(case, loop, side, number) if loop.evaluate else [])
         for micro in range(loop.micro_batches):
             last = micro == loop.micro_batches - 1
             with side.no_sync() if loop.no_sync and not last else contextlib.nullcontext():
@@ -661,8 +773,6 @@ def train(case: Case, loop: Loop, side: type, follow: Run | None = None, **optio
         optimizer.zero_grad()
         if look:
             step.params = copies_of(model.state_dict())
-        if loop.evaluate:
-            step.losses += evaluate(case, loop, side, number)
         run.steps.append(step)
     return run
 
@@ -680,7 +790,8 @@ def evaluate(case: Case, loop: Loop, side, step: int) -> list[torch.Tensor]:
     with torch.no_grad():
         losses = [loss_of(case, loop, side.model, share, step, 50) for share in side.shares]
     side.model.train()
-    losses += [loss_of(case, loop, side.model, share, step, 51).detach() for share in side.shares]
+    if not loop.no_sync:  # torch DDP would take the next backward for this forward's, and reduce under no_sync
+        losses += [loss_of(case, loop, side.model, share, step, 51).detach() for share in side.shares]
     return losses
 
 
@@ -742,14 +853,14 @@ def differences(label: str, one: Run, other: Run, equal: Close = torch.equal, wh
     return found
 
 
-def parity(name: str, loop: Loop, stages: tuple[int, ...] = (0, 1, 2, 3), reference: type = TorchDDP) -> list[str]:
-    """Train ZOO[name] at all stages and under torch DDP; return this rank's differences.
+def parity(case: Case, loop: Loop, stages: tuple[int, ...] = (0, 1, 2, 3), reference: type = TorchDDP) -> list[str]:
+    """Train the case at all stages and under torch DDP; return this rank's differences.
 
     Stages that add in the same order must agree to the bit, at every N. With torch DDP they must do so
     wherever it adds in that order too. Where it does not, gradients at equal parameters may differ by
     the rounding of two sums of that many terms, and the update must be the plain optimizer's to the bit.
     """
-    case, world_size, found = ZOO[name], dist.get_world_size(), []
+    world_size, found = dist.get_world_size(), []
     with exactly():
         for alike, exact in alike_stages(loop, world_size):
             alike = [stage for stage in alike if stage in case.stages and stage in stages]

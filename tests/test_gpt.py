@@ -89,9 +89,10 @@ def test_equal_seeds_generate_equal_text_longer_than_the_model_sees():
     assert model.training and not first.is_inference()
 
 
-def test_temperature_zero_takes_the_likeliest_token():
+@pytest.mark.parametrize("temperature", [0, 1e-6])
+def test_a_cold_temperature_takes_the_likeliest_token(temperature: float):
     model, prompt = small().eval(), random_tokens(1, 5)
-    assert generate(model, prompt, 1, temperature=0)[0, -1] == model(prompt)[0, -1].argmax()
+    assert generate(model, prompt, 1, temperature)[0, -1] == model(prompt)[0, -1].argmax()
     assert not model.training
 
 

@@ -9,24 +9,30 @@ through the key-value store by which ranks find each other, whose every wait has
     rank 0   writes "rank 0", waits for all the others, judges, writes "verdict"
     rank 1   writes "rank 1", waits for                             "verdict"
 
-Each word is what a rank was asked to do and what speaks against it, if anything. Rank 0 alone says the verdict; all
-leave if there is one.
+Each word is what a rank was asked to do and what speaks against it, if anything. If the verdict is that they cannot
+start, rank 0 says why and all leave.
 
 Left out: elastic jobs, whose number of ranks changes.
 """
 
+import contextlib
 import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 
 class Refusal(Exception):
-    """A reason not to train that lies outside this program: an argument, a file, a device, another rank."""
+    """A reason not to train that lies outside this program. Every rank knows of it, so that rank 0 alone says it."""
+
+
+class OwnRefusal(Refusal):
+    """One that this rank alone may know of, and says itself."""
 
 
 @dataclass(frozen=True)
@@ -40,28 +46,30 @@ class Place:
 
 
 def find_place(environ: Mapping[str, str]) -> Place:
-    """Read this process's place from `environ`; Refusal if it cannot be.
+    """Read this process's place from `environ`; OwnRefusal if it cannot be.
 
     >>> find_place({})
     Place(rank=0, world_size=1, local_rank=0, local_world_size=1)
     >>> find_place({"RANK": "2", "WORLD_SIZE": "2"})
     Traceback (most recent call last):
-    zero_mini.launch.Refusal: RANK is 2 and WORLD_SIZE is 2, but ranks count from 0 to 1; torchrun sets both
+    zero_mini.launch.OwnRefusal: RANK is 2 and WORLD_SIZE is 2, but ranks count from 0 to 1; torchrun sets both
     """
     given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
     if not given:
         return Place(0, 1, 0, 1)
     if len(given) == 1:
-        raise Refusal(f"{given[0]} is set without its partner: set RANK and WORLD_SIZE, or neither; torchrun sets both")
+        raise OwnRefusal(
+            f"{given[0]} is set without its partner: set RANK and WORLD_SIZE, or neither; torchrun sets both"
+        )
     try:
         rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         local_rank = int(environ.get("LOCAL_RANK", rank))
         local_world_size = int(environ.get("LOCAL_WORLD_SIZE", world_size))
     except ValueError as error:
-        raise Refusal(f"RANK, WORLD_SIZE and their LOCAL_ partners must be whole numbers: {error}") from error
+        raise OwnRefusal(f"RANK, WORLD_SIZE and their LOCAL_ partners must be whole numbers: {error}") from error
     if not 0 <= rank < world_size:
         last = max(world_size - 1, 0)
-        raise Refusal(
+        raise OwnRefusal(
             f"RANK is {rank} and WORLD_SIZE is {world_size}, but ranks count from 0 to {last}; torchrun sets both"
         )
     return Place(rank, world_size, local_rank, local_world_size)
@@ -77,25 +85,23 @@ def find_device(device: str, backend: str, place: Place) -> tuple[torch.device, 
         device = "cuda" if gpus and backend != "gloo" else "cpu"
     if backend == "auto":
         backend = "nccl" if device == "cuda" else "gloo"
-    if device == "cuda" and not gpus:
-        raise ValueError("--device cuda, but torch sees no GPU; use --device cpu")
-    if backend == "nccl" and device == "cpu" and gpus:
-        raise ValueError("--backend nccl moves GPU memory only; use --backend gloo with --device cpu")
     if backend == "nccl" and place.local_world_size > gpus:
-        raise ValueError(f"nccl needs one GPU a rank: {place.local_world_size} ranks, {gpus} GPUs; use --backend gloo")
-    if device == "cpu":
-        return torch.device("cpu"), backend
-    return torch.device("cuda", place.local_rank % gpus), backend
+        raise ValueError(
+            f"nccl needs one GPU a rank: {place.local_world_size} ranks, {gpus} GPUs; use --backend gloo --device cpu"
+        )
+    if (device == "cuda") != (backend == "nccl"):
+        raise ValueError(f"--device {device} does not go with --backend {backend}: nccl is for GPUs, gloo for the CPU")
+    return torch.device(device, place.local_rank if device == "cuda" else None), backend
 
 
 def open_store(place: Place, environ: Mapping[str, str], time_out: timedelta) -> dist.Store:
-    """The store that all ranks share: torchrun's, or rank 0's; Refusal if it cannot be reached or opened."""
+    """The store that all ranks share: torchrun's, or rank 0's; OwnRefusal if it cannot be reached or opened."""
     if place.world_size == 1:
         return dist.HashStore()  # nobody to find, so no port to open
     try:
         host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
-        raise Refusal(
+        raise OwnRefusal(
             f"{place.world_size} ranks need MASTER_ADDR and MASTER_PORT ({error}); torchrun sets both"
         ) from error
     # torchrun may serve the store itself; if it starts the ranks anew, they must not read what the dead ones wrote.
@@ -105,8 +111,8 @@ def open_store(place: Place, environ: Mapping[str, str], time_out: timedelta) ->
     except (dist.DistError, RuntimeError) as error:
         if opens:
             reason = "is taken" if "EADDRINUSE" in str(error) else f"cannot be opened ({first_line(error)})"
-            raise Refusal(f"port {port} {reason}; choose another MASTER_PORT, or torchrun --standalone") from error
-        raise Refusal(
+            raise OwnRefusal(f"port {port} {reason}; choose another MASTER_PORT, or torchrun --standalone") from error
+        raise OwnRefusal(
             f"rank {place.rank} of {place.world_size} found no rank 0 at {host}:{port} within "
             f"{time_out.total_seconds():g} s; start all ranks, or let torchrun --standalone do it"
         ) from error
@@ -114,15 +120,15 @@ def open_store(place: Place, environ: Mapping[str, str], time_out: timedelta) ->
 
 
 def roll_call(store: dist.Store, place: Place, arguments: dict, problem: str | None, time_out: timedelta) -> None:
-    """Return on every rank if all are there with the same `arguments` and none has a `problem`.
-
-    Otherwise rank 0 raises Refusal, and the others exit with status 2 and in silence.
-    """
+    """Refusal, on every rank, unless all are there with the same `arguments` and none has a `problem`."""
     store.set(f"rank {place.rank}", json.dumps([arguments, problem]))
-    if place.rank > 0:
-        if wait_for_verdict(store, place, time_out):
-            sys.exit(2)
-        return
+    verdict = judge_all(store, place, time_out) if place.rank == 0 else wait_for_verdict(store, place, time_out)
+    if verdict:
+        raise Refusal(verdict)
+
+
+def judge_all(store: dist.Store, place: Place, time_out: timedelta) -> str | None:
+    """Rank 0 waits for every rank's word, and publishes why they cannot start, or that they can."""
     names = [f"rank {rank}" for rank in range(place.world_size)]
     try:
         store.wait(names, time_out)
@@ -134,19 +140,18 @@ def roll_call(store: dist.Store, place: Place, arguments: dict, problem: str | N
             f"missing: {', '.join(missing)}"
         )
     store.set("verdict", json.dumps(verdict))
-    if verdict:
-        raise Refusal(verdict)
+    return verdict
 
 
 def wait_for_verdict(store: dist.Store, place: Place, time_out: timedelta) -> str | None:
-    """What rank 0 found; Refusal if it never came."""
+    """What rank 0 found; OwnRefusal if it never came."""
     try:
         store.wait(["verdict"], 2 * time_out)  # rank 0 itself may take one to miss someone
         return json.loads(store.get("verdict"))
     except dist.DistStoreError as error:
-        raise Refusal(f"rank {place.rank} waited for rank 0 in vain; start all ranks") from error
+        raise OwnRefusal(f"rank {place.rank} waited for rank 0 in vain; start all ranks") from error
     except dist.DistNetworkError:
-        return "rank 0, which had the store, has left; it said why"
+        sys.exit(2)  # rank 0 kept the store; it has said why, and left
 
 
 def judge(words: list[tuple[dict, str | None]]) -> str | None:
@@ -167,6 +172,25 @@ def judge(words: list[tuple[dict, str | None]]) -> str | None:
         if problem:
             return f"rank {rank}: {problem}" if rank else problem
     return None
+
+
+def leave(refusal: Refusal, place: Place, store: dist.Store | None) -> NoReturn:
+    """Exit with status 2, and say why in one line if it is this rank's to say."""
+    own = isinstance(refusal, OwnRefusal)
+    if own or place.rank == 0:
+        print(f"train_gpt.py: error: {refusal}", file=sys.stderr, flush=True)
+    if not own:
+        # torchrun ends the others as soon as one rank has left: that must not be before rank 0 has spoken. And
+        # rank 0, which may keep the store, must not leave before they have heard it.
+        heard = [f"heard {rank}" for rank in range(1, place.world_size)]
+        with contextlib.suppress(dist.DistError):
+            if place.rank == 0:
+                store.set("said", "")
+                store.wait(heard, timedelta(seconds=2))
+            else:
+                store.wait(["said"], timedelta(seconds=10))
+                store.set(f"heard {place.rank}", "")
+    sys.exit(2)
 
 
 def first_line(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from torch import nn
 from zero_mini import memory
 from zero_mini.comm import Call
 from zero_mini.gpt import GPT, GPTConfig
-from zero_mini.launch import Refusal, first_line
+from zero_mini.launch import OwnRefusal, first_line
 
 
 def readable(count: float, unit: str = "B") -> str:
@@ -65,7 +65,13 @@ def cost_table(
     rows.append(["elements sent in a step", readable(numel, ""), readable(sent_numel, "")])
     sent = wire_bytes(psi, stage, world_size, compute_bytes, micro_batches)
     rows.append(["bytes sent in a step", readable(sent), readable(sent_bytes(calls, world_size))])
-    return tabulate(rows, headers=["rank 0", "the paper", "measured"], colalign=("left", "right", "right"))
+    table = tabulate(rows, headers=["rank 0", "the paper", "measured"], colalign=("left", "right", "right"))
+    if stage < 3:
+        return table
+    return table + (
+        "\ncommunication: the buffers that blocks are gathered into, two of them however many blocks there are, and"
+        "\nthe root's; a block that still stands in one when it is needed again is not sent again"
+    )
 
 
 def sent_bytes(calls: list[Call], world_size: int) -> float:
@@ -124,10 +130,10 @@ class Folder:
                 with (self.path / name).open(mode) as file:
                     print(line, file=file, end="\n" if line else "")
             except OSError as error:
-                raise Refusal(f"{self.path / name} could not be written: {error.strerror}") from error
+                raise OwnRefusal(f"{self.path / name} could not be written: {error.strerror}") from error
 
     def save(self, model: nn.Module) -> None:
-        """Whole weights. Every rank must call it, since they may have to be gathered; Refusal if the disk is full."""
+        """Whole weights, which may have to be gathered: every rank must call it. OwnRefusal if the disk is full."""
         state = model.state_dict()
         if not self.path:
             return
@@ -138,7 +144,7 @@ class Folder:
             os.replace(unfinished, self.path / "weights.pt")  # whoever reads it finds a whole file, old or new
         except (OSError, RuntimeError) as error:  # torch.save says RuntimeError for a full disk
             unfinished.unlink(missing_ok=True)
-            raise Refusal(f"{self.path / 'weights.pt'} could not be written: {first_line(error)}") from error
+            raise OwnRefusal(f"{self.path / 'weights.pt'} could not be written: {first_line(error)}") from error
 
 
 def load_weights(path: Path, config: GPTConfig) -> dict[str, torch.Tensor]:

@@ -185,7 +185,7 @@ def validation_batches(
     """This rank's share of `sequences` evenly spaced sequences: the same ones for every N, and no other rank's.
 
     Ranks get equally many micro-batches (stage 3 gathers in each), but where the division leaves a rest some hold
-    a sequence more than others, up to 2 B - 1. So weigh: sum(loss * len(x)) over all batches and ranks / `sequences`.
+    a sequence more than others, up to 2 B. So weigh: sum(loss * len(x)) over all batches and ranks / `sequences`.
 
     >>> [[len(x) for x, y in validation_batches(torch.arange(99), 2, 11, rank, 2, 2)] for rank in (0, 1)]
     [[3, 3], [3, 2]]
@@ -194,7 +194,7 @@ def validation_batches(
     if min(sequences, micro_batch) < 1:
         raise ValueError(f"batches must be whole numbers > 0 (got {sequences} and micro-batch {micro_batch})")
     _at_least(sequences, world_size, T, f"{world_size} ranks", "the number of ranks")
-    _at_least(n, sequences, T, f"a validation of {sequences}", "the number of validation sequences")
+    _at_least(n, sequences, T, f"a validation of {sequences} sequences", "the number of validation sequences")
     chosen = torch.arange(sequences) * n // sequences
     return _for_rank(tokens, T, chosen, rank, world_size, max(1, sequences // (world_size * micro_batch)))
 

@@ -44,7 +44,17 @@ from zero_mini import memory, text, zeroify
 from zero_mini.comm import Call
 from zero_mini.ddp import DDP
 from zero_mini.gpt import GPT, PRESETS, GPTConfig, generate, param_groups, parameter_count
-from zero_mini.launch import Place, Refusal, find_device, find_place, first_line, open_store, roll_call
+from zero_mini.launch import (
+    OwnRefusal,
+    Place,
+    Refusal,
+    find_device,
+    find_place,
+    first_line,
+    leave,
+    open_store,
+    roll_call,
+)
 from zero_mini.options import Options, parse
 from zero_mini.report import Folder, check_folder, cost_table, load_weights, readable, sent_bytes
 
@@ -70,7 +80,11 @@ class Job:
 def prepare(options: Options, place: Place) -> Job:
     """Everything that can go wrong on this rank alone; ValueError says what did."""
     device, backend = find_device(options.device, options.backend, place)
-    if options.precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
+    if (
+        options.precision == "bf16"
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         raise ValueError(f"{torch.cuda.get_device_name(device)} does not compute in bf16; use --precision fp32")
     changes = {"L": options.L, "d": options.d, "heads": options.heads, "T": options.sequence_length}
     changes = {name: value for name, value in changes.items() if value is not None}
@@ -194,14 +208,12 @@ def to(device: torch.device, tokens: torch.Tensor) -> torch.Tensor:
 def read(recent: list[torch.Tensor], step: int, zero: DDP, options: Options) -> tuple[float, float]:
     """The last step's loss, mean over ranks, and norm. The one place where the host waits for the device.
 
-    Every rank leaves if any rank's loss or norm was not finite in one of the steps up to `step`.
+    Refusal, on every rank, if any rank's loss or norm was not finite in one of the steps up to `step`.
     """
     ranks = zero.comm.host_gather(torch.stack(recent).tolist())  # [rank][step](loss, norm)
     for index, one_step in enumerate(zip(*ranks)):
         for rank, values in enumerate(one_step):
             for what, value in zip(("loss", "gradient norm"), values):
-                if not math.isfinite(value) and zero.rank > 0:
-                    sys.exit(2)
                 if not math.isfinite(value):
                     first = step - len(recent) + 1 + index
                     raise Refusal(f"{what} is {value} at step {first} on rank {rank}; lower --lr ({options.lr})")
@@ -235,41 +247,42 @@ def describe(options: Options, job: Job, place: Place) -> str:
     return "\n".join(lines)
 
 
-def run(argv: list[str]) -> None:
-    """The whole program but for its last words; raises Refusal."""
-    place = find_place(os.environ)
-    options, job, problem = Options(), None, None
-    arguments = {}
+def main(argv: list[str] | None = None) -> None:
+    """The whole program. Exits with status 2 and one line on stderr if it is not to be done."""
+    place, store = Place(0, 1, 0, 1), None
     try:
-        options = parse(argv)
-        arguments = dataclasses.asdict(options)
-        job = prepare(options, place)
-    except (ValueError, OSError) as error:
-        problem = first_line(error)
-    time_out = timedelta(seconds=options.time_out)
-    store = open_store(place, os.environ, time_out)
-    roll_call(store, place, arguments, problem, time_out)
+        place = find_place(os.environ)
+        options, arguments, job, problem = Options(), {}, None, None
+        try:
+            options = parse(sys.argv[1:] if argv is None else argv)
+            arguments = dataclasses.asdict(options)
+            job = prepare(options, place)
+        except (ValueError, OSError) as error:
+            problem = first_line(error)
+        time_out = timedelta(seconds=options.time_out)
+        store = open_store(place, os.environ, time_out)
+        roll_call(store, place, arguments, problem, time_out)
+        start_and_train(options, job, place, store, time_out)
+    except Refusal as refusal:
+        leave(refusal, place, store)
 
+
+def start_and_train(options: Options, job: Job, place: Place, store: dist.Store, time_out: timedelta) -> None:
+    """Between the first collective and the last; OwnRefusal if another rank died or is late, or memory is short."""
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)
     dist.init_process_group(job.backend, store=store, rank=place.rank, world_size=place.world_size, timeout=time_out)
     try:
         train(options, job, place)
     except RuntimeError as error:
-        # A rank that died or is late. gloo has no exception of its own, but says its name.
-        if isinstance(error, (dist.DistError, torch.OutOfMemoryError)) or "gloo" in str(error):
-            raise Refusal(f"rank {place.rank}: {first_line(error)}") from error
+        why = first_line(error).partition(". ")[0]
+        if isinstance(error, torch.OutOfMemoryError):
+            raise OwnRefusal(f"rank {place.rank}: {why}; lower --micro-batch, or raise --stage") from error
+        if isinstance(error, dist.DistError) or "gloo" in why:  # which has no exception of its own
+            late = f"another rank has died, or is more than {options.time_out:g} s late"
+            raise OwnRefusal(f"rank {place.rank}: {late} ({why})") from error
         raise
     dist.destroy_process_group()
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Exits with status 2 and one line on stderr where `run` refuses."""
-    try:
-        run(sys.argv[1:] if argv is None else argv)
-    except Refusal as refusal:
-        print(f"train_gpt.py: error: {refusal}", file=sys.stderr, flush=True)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

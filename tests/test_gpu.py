@@ -1,0 +1,149 @@
+"""The same proof on NCCL, and what only a GPU can show: what the allocator says, and that the host never waits.
+
+    pytest -m gpu tests/test_gpu.py                          # two CUDA devices
+    pytest -m gpu tests/test_gpu.py --record zero_mini/measured   # and keep the numbers, with card and versions
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from models import ZOO, Loop, parity
+from zero_mini.gpt import GPT, PRESETS, parameter_count
+from zero_mini.memory import model_state_bytes, walk
+from zero_mini.ranks import Ranks
+from zero_mini.zeroify import zeroify
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two GPUs, has {torch.cuda.device_count()}"),
+]
+
+
+@pytest.fixture(scope="module")
+def nccl():
+    """Two ranks, one GPU each."""
+    with Ranks(2, backend="nccl", timeout_s=240) as pool:
+        yield pool
+
+
+@pytest.fixture
+def record(request):
+    """record(name, value): keep what was measured in a JSON file of its own, if --record says where."""
+
+    def keep(name: str, value: object) -> None:
+        if folder := request.config.getoption("--record"):
+            machine = {
+                "card": torch.cuda.get_device_name(0),
+                "cards": 2,
+                "torch": torch.__version__,
+                "cuda": torch.version.cuda,
+                "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            }
+            path = Path(folder) / f"{name}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"machine": machine, name: value}, indent=1) + "\n")
+
+    return keep
+
+
+def parities(cases: list[tuple[str, Loop]]) -> dict[str, list[str]]:
+    return {f"{name}, {loop}": parity(name, loop) for name, loop in cases}
+
+
+def test_every_stage_trains_as_torch_ddp_does_to_the_bit_on_nccl(nccl, record):
+    cases = [(name, Loop(optimizer)) for name in ZOO for optimizer in ("SGD", "AdamW")]
+    cases += [("plain blocks", Loop("SGD", steps=2, micro_batches=3, no_sync=True))]
+    cases += [("tied embedding and head", Loop("AdamW", clip=(0.05, 2.0)))]
+    results = nccl.run(parities, cases)
+    found = {case: result[case] for result in results for case in result if result[case]}
+    record("parity", {case: found.get(case, "equal to the bit") for case in results[0]})
+    assert not found
+
+
+def train_124M(stage: int, steps: int = 4) -> dict:
+    """A few bf16 steps; what is held after backward, by walk and allocator, and the peak."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.empty_cache()
+    before_bytes = torch.cuda.memory_allocated()
+    torch.manual_seed(0)
+    model = GPT(PRESETS["124M"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    zero = zeroify(model, optimizer, stage=stage, dtype=torch.bfloat16)
+    tokens = torch.randint(50304, (2, 1025), device=device, generator=torch.Generator(device).manual_seed(zero.rank))
+    losses = []
+    for step in range(steps):
+        if step == 2:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.set_sync_debug_mode("error")  # from here on, waiting for the device raises
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        losses.append(loss.detach())
+        del loss
+        if step == steps - 1:
+            for unit in zero.trainable:
+                zero.finish(unit)
+            torch.cuda.set_sync_debug_mode("default")
+            held, allocated_bytes = walk(zero), torch.cuda.memory_allocated() - before_bytes
+            torch.cuda.set_sync_debug_mode("error")
+        zero.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+    peak_bytes = torch.cuda.max_memory_allocated() - before_bytes
+    return {
+        "held_bytes": held,
+        "units_P": {unit.name: unit.P for unit in zero.units},
+        "allocated_bytes": allocated_bytes,
+        "peak_bytes": peak_bytes,
+        "losses": torch.stack(losses).tolist(),
+    }
+
+
+def test_the_allocator_agrees_with_the_walk_and_the_paper_and_the_host_never_waits(nccl, record):
+    psi = parameter_count(PRESETS["124M"])
+    runs = {}
+    for stage in range(4):
+        run = runs[stage] = nccl.run(train_124M, stage)[0]
+        P = run["units_P"]
+        states = model_state_bytes(sum(P.values()), 2, stage)
+        slots = 2 * (P["root"] + 2 * P["blocks.0"]) if stage == 3 else 0
+        expected = sum(states.values()) - (states["parameters"] if stage == 3 else 0) + slots
+        assert sum(P.values()) < 1.001 * psi
+        assert sum(run["held_bytes"].values()) == pytest.approx(expected, rel=1e-4)
+        other_bytes = 64 * 2**20  # cuBLAS workspaces, the batch, rounding of the allocator
+        assert 0 <= run["allocated_bytes"] - sum(run["held_bytes"].values()) < other_bytes
+    peaks = [runs[stage]["peak_bytes"] for stage in range(4)]
+    record("memory", {"model": "124M", "precision": "bf16", "micro_batch": 2, "stages": runs})
+    assert peaks[3] < peaks[2] <= peaks[1] < peaks[0]
+
+
+def test_train_gpt_draws_the_same_curve_at_every_stage(record, tmp_path):
+    curves, tables = {}, {}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["zero_mini/train_gpt.py", "--model", "124M", "--precision", "bf16", "--steps", "40"]
+    command += ["--global-batch", "16", "--lr", "3e-4", "--log-every", "5", "--sample-length", "40"]
+    for stage in range(4):
+        out = tmp_path / str(stage)
+        done = subprocess.run(
+            [*command, "--stage", str(stage), "--out", str(out)],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, "OMP_NUM_THREADS": "4"},
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        curves[stage] = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        tables[stage] = done.stdout.splitlines()
+    record("training", {"command": command[2:], "stages": curves, "printed": tables})
+    losses = [[point["loss"] for point in curves[stage] if "loss" in point] for stage in range(4)]
+    for curve in losses:
+        assert curve[-1] < curve[0] - 1  # it learns
+        assert curve == pytest.approx(losses[0], abs=0.03)  # bf16 and 2 ranks: a few units in the last place
