@@ -362,7 +362,9 @@ class ViewsInPlace(Stack):
 class Checkpointed(Stack):
     """`spans` says which blocks are computed again together, dropout included."""
 
-    def __init__(self, use_reentrant: bool, spans=((0,), (1,), (2,), (3,)), early_stop: bool = True, frozen: bool = False):
+    def __init__(
+        self, use_reentrant: bool, spans=((0,), (1,), (2,), (3,)), early_stop: bool = True, frozen: bool = False
+    ):
         blocks = [Block(dropout=0.25) for _ in range(4)]
         if frozen:
             blocks = [LowRank(), Block().requires_grad_(False), LowRank(), Block(dropout=0.25)]
@@ -751,7 +753,7 @@ def train(case: Case, loop: Loop, side: type, follow: Run | None = None, **optio
     side = side(case, model, optimizer, loop, **options)
     run = Run(copies_of(model.state_dict()), [])
     for number in range(loop.steps):
-        if follow is not None and number > 0:
+        if follow is not None and number > 0 and follow.steps[number - 1].params:
             model.load_state_dict(follow.steps[number - 1].params)
         step = Step(losses=evaluate(case, loop, side, number) if loop.evaluate else [])
         for micro in range(loop.micro_batches):
@@ -824,7 +826,9 @@ def copies_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 Close = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
-def differences(label: str, one: Run, other: Run, equal: Close = torch.equal, what=("losses", "grads", "params")) -> list[str]:
+def differences(
+    label: str, one: Run, other: Run, equal: Close = torch.equal, what=("losses", "grads", "params")
+) -> list[str]:
     """What is not equal in two runs, in words: which step, what, by how much. [] if they agree."""
     found = []
 

@@ -53,7 +53,7 @@ def record(request):
 
 
 def parities(cases: list[tuple[str, Loop]]) -> dict[str, list[str]]:
-    return {f"{name}, {loop}": parity(name, loop) for name, loop in cases}
+    return {f"{name}, {loop}": parity(ZOO[name], loop) for name, loop in cases}
 
 
 def test_every_stage_trains_as_torch_ddp_does_to_the_bit_on_nccl(nccl, record):

@@ -9,8 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from models import (
     INTEGERS,
     RARE,
@@ -39,6 +37,7 @@ from models import (
     some_integers,
     train,
 )
+from torch import nn
 
 WORLD_SIZES = (1, 2, 3, 4)
 STAGES = (0, 1, 2, 3)
@@ -122,7 +121,9 @@ def test_clipping_is_torchs_and_its_norm_one_float_everywhere(ranks, name, world
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("name", ["no root", "tied embedding and head", "frozen", "buffers", "order changes", "checkpoint"])
+@pytest.mark.parametrize(
+    "name", ["no root", "tied embedding and head", "frozen", "buffers", "order changes", "checkpoint"]
+)
 def test_forwards_without_backward_between_the_steps_change_nothing(ranks, name, world_size):
     loops = [Loop("SGD", evaluate=True), Loop("AdamW", evaluate=True, steps=2, micro_batches=2, no_sync=True)]
     assert agree(ranks(world_size).run(parities, ZOO[name], loops))
@@ -178,7 +179,9 @@ class ExactMean(Magnitudes):
     """Its gradients are the float64 means of the ranks' fp32 gradients."""
 
     def after_backward(self) -> None:
-        self.sums = {name: param.grad.double() / dist.get_world_size() for name, param in self.module.named_parameters()}
+        self.sums = {
+            name: param.grad.double() / dist.get_world_size() for name, param in self.module.named_parameters()
+        }
         self.module.zero_grad()
 
 
@@ -223,7 +226,9 @@ def whole_numbers(loop: Loop) -> Run:
     momentum = {name: torch.zeros_like(param) for name, param in params.items()}
     run = Run(dict(params), [])
     for number in range(loop.steps):
-        turns = [(Turn(rank, world_size, number), micro) for rank in range(world_size) for micro in range(loop.micro_batches)]
+        turns = [
+            (Turn(rank, world_size, number), micro) for rank in range(world_size) for micro in range(loop.micro_batches)
+        ]
         total = sum(some_integers(turn, micro)[0].double() for turn, micro in turns)
         numbers, grads = total / len(turns), {}
         for name, param in model.named_parameters():

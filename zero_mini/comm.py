@@ -19,7 +19,6 @@ launching makes NCCL's stream wait for everything enqueued so far, so no stream 
 Left out: hierarchical and quantised collectives (ZeRO++, arXiv 2306.10209).
 """
 
-import datetime
 import zlib
 from dataclasses import dataclass
 
@@ -68,7 +67,8 @@ class Comm:
         # Host-side words between ranks need a CPU group of their own: they must neither queue
         # behind collectives on the GPU nor be mistaken for one of them.
         ranks = dist.get_process_group_ranks(self.group)
-        self.host_group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(minutes=10))
+        time_out = self.group._get_backend(torch.device("cuda" if self.averages else "cpu")).options._timeout
+        self.host_group = dist.new_group(ranks, backend="gloo", timeout=time_out)
         self.calls: list[Call] = []
         self.last_step: list[Call] = []
         self.steps = 0

@@ -155,7 +155,7 @@ class DDP(Hooks, Whole):
         for unit in list(self.entered):
             self.on_grad(unit)
         for unit in self.units:
-            if any(torch.Tensor.grad.__get__(param) is not None for param in unit.params):
+            if unit.grads_arrived():
                 raise RuntimeError(
                     f"{unit.name} got a gradient outside its turn: its weights were used without calling "
                     "its module, or its output was a view that was changed in place, or it was unfrozen "

@@ -111,6 +111,10 @@ class Unit:
         """A new buffer (P) of the parameters' values, gaps zero."""
         return self.fill(torch.empty(self.P, dtype=dtype, device=device), self.params)
 
+    def grads_arrived(self) -> int:
+        """How many parameters hold a gradient that no flat buffer has taken yet."""
+        return sum(torch.Tensor.grad.__get__(param) is not None for param in self.params)
+
     def take_grads(self, accumulate_dtype: torch.dtype) -> None:
         """Move every parameter's .grad into `grad` (P): the first is copied, further ones are added.
 

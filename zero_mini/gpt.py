@@ -63,7 +63,7 @@ class GPTConfig:
 
 # GPT-2 has 50257 tokens; 50304 is the next multiple of 128, which matrix units prefer.
 PRESETS = {
-    "nano": GPTConfig(L=4, d=128, heads=4, T=64),
+    "nano": GPTConfig(L=8, d=96, heads=4, T=64),
     "124M": GPTConfig(L=12, d=768, heads=12, vocab=50304, T=1024),
     "350M": GPTConfig(L=24, d=1024, heads=16, vocab=50304, T=1024),
     "774M": GPTConfig(L=36, d=1280, heads=20, vocab=50304, T=1024),

@@ -43,7 +43,7 @@ from tqdm import tqdm
 from zero_mini import memory, text, zeroify
 from zero_mini.comm import Call
 from zero_mini.ddp import DDP
-from zero_mini.gpt import GPT, PRESETS, GPTConfig, generate, param_groups, parameter_count
+from zero_mini.gpt import GPT, PRESETS, GPTConfig, generate, init_weight, param_groups, parameter_count
 from zero_mini.launch import (
     OwnRefusal,
     Place,
@@ -122,15 +122,21 @@ def lr_factor(step: int, warmup: int, steps: int) -> float:
 def train(options: Options, job: Job, place: Place) -> None:
     """Build, train, report. Collective."""
     torch.manual_seed(options.seed)
-    model = GPT(job.config)
-    if job.weights:
-        model.load_state_dict(job.weights)
+    with torch.device("meta"):  # no rank ever holds a whole model: zeroify() makes it unit by unit
+        model = GPT(job.config)
+
+    def initialise(name: str, tensor: torch.Tensor) -> None:
+        if job.weights:
+            tensor.copy_(job.weights[name])
+        else:
+            init_weight(name, tensor, job.config.L)
+
     groups = param_groups(model, options.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
     factor = partial(lr_factor, warmup=options.warmup, steps=options.steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
-    zero = zeroify(model, optimizer, options.stage, dtype=dtype, device=job.device)
+    zero = zeroify(model, optimizer, options.stage, dtype=dtype, device=job.device, initialise=initialise)
 
     speaks = place.rank == 0
     shape = dataclasses.asdict(job.config)

@@ -63,6 +63,12 @@ class Zero1(DDP):
             work.wait()
             unit.show(unit.views(unit.full))
 
+    def before_step(self) -> None:
+        """Values that no forward has waited for yet must be off the wire before they are updated."""
+        for unit in list(self.arriving):
+            self.before_forward(unit)
+        super().before_step()
+
     def restore(self, unit: Unit) -> None:
         """Nothing to show before the new values have arrived."""
         if unit not in self.arriving:

@@ -67,7 +67,6 @@ class Zero3(Zero2):
                 unit.slot = self.slots[-1]
                 unit.slot_views = unit.views(buffer)
         self.last_used: dict[bool, Unit] = {}  # trainable or frozen -> where forward is
-        self.in_turn: list[Unit] = []  # whose backward is running
 
     def own(self, unit: Unit, values: torch.Tensor) -> None:
         """A slice of the values; between turns the unit has no parameters at all."""
@@ -80,7 +79,7 @@ class Zero3(Zero2):
         super().before_model()
         for unit in self.last_used.values():
             unit.after = None
-        self.last_used, self.in_turn = {}, []
+        self.last_used = {}
 
     def before_forward(self, unit: Unit) -> None:
         """Gather this unit, unless it is there; begin to gather the one that followed it last time."""
@@ -94,27 +93,25 @@ class Zero3(Zero2):
 
     def before_backward(self, unit: Unit) -> None:
         """Gather this unit, unless it is there; begin to gather the one that came before it."""
-        self.leave([left for left in self.in_turn if left.module is not unit.module])
+        if unit not in self.entered and unit.grads_arrived():
+            raise RuntimeError(
+                f"a gradient of {unit.name} arrived before its backward began, when its parameters need not have "
+                "been in place: an output is hidden, perhaps kept as an attribute of the module; return it instead"
+            )
         self.gather(unit)
-        self.in_turn.append(unit)
         if not unit.is_root:
             self.prefetch(unit, unit.before)  # ahead of the reductions that follow: it is needed sooner
         super().before_backward(unit)
 
-    def after_backward(self) -> None:
-        """The last units end their turn as well."""
-        self.leave(list(self.in_turn))
-        super().after_backward()
-
-    def leave(self, units: list[Unit]) -> None:
-        """Their gradients are true only if their own parameters still stand in the slot."""
-        for unit in units:
-            self.in_turn.remove(unit)
-            if unit.slot.holder is not unit:
-                raise RuntimeError(
-                    f"backward of {unit.name} ended while its slot held {unit.slot.holder and unit.slot.holder.name}: "
-                    "backward must go through units in the reverse order of forward"
-                )
+    def on_grad(self, unit: Unit) -> None:
+        """Gradients are true only if the unit's own parameters stood in the slot until the last arrived."""
+        slot = unit.slot
+        if slot.holder is not unit and unit.grads_arrived() != unit.grads_when_vacated:
+            raise RuntimeError(
+                f"a gradient of {unit.name} arrived while its slot held {slot.holder.name if slot.holder else 'nothing'}: "
+                "backward must go through units in the reverse order of forward"
+            )
+        super().on_grad(unit)
 
     def publish(self, unit: Unit) -> None:
         """The next forward gathers what it needs: the slot's values are the last step's."""
@@ -160,5 +157,6 @@ class Zero3(Zero2):
         if slot.arriving is not None:
             slot.arriving.wait()
         if slot.holder is not None:
+            slot.holder.grads_when_vacated = slot.holder.grads_arrived() if self.in_backward else 0
             slot.holder.rest()
         slot.holder = slot.arriving = None
