@@ -1,7 +1,9 @@
 """Every refusal of zeroify(), with its reason and the remedy.
 
-What one rank can see for itself is checked first, then what ranks must agree on; each rank raises
-the same error, so that nobody waits for a rank that has left.
+Each rank looks at what it was given, then all tell each other: if one has a reason to refuse, or
+two were given different things, every rank raises, so that nobody waits for a rank that has left.
+
+Left out: what only shows while training. The moments raise that (see ddp.py, zero3.py, held.py).
 """
 
 from collections.abc import Sequence
@@ -11,114 +13,152 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_mini.comm import Comm
+from zero_mini.flat import find_blocks
 from zero_mini.held import HeldParameter
 
 # Their update of an element looks at that element's gradient and state alone.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "Rprop", "ASGD")
 
 
-def check_stage(stage: int) -> None:
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage must be 0, 1, 2 or 3 (got {stage!r})")
-
-
 def check_process_group() -> None:
+    """RuntimeError if there is nobody to talk to."""
     if not dist.is_initialized():
         raise RuntimeError(
             "zeroify needs a process group: start with torchrun and call torch.distributed.init_process_group() first"
         )
 
 
-def check_units(model: nn.Module, units: Sequence[nn.Module], names: dict[int, str]) -> None:
-    for unit in units:
-        if id(unit) not in names:
-            raise ValueError(f"units: {type(unit).__name__} is not a module of {type(model).__name__}")
-    for outer in units:
-        for inner in outer.modules():
-            if inner is not outer and any(inner is unit for unit in units):
-                raise ValueError(
-                    f"units must not be nested: {names[id(inner)]} lies inside {names[id(outer)]}; name one of them"
-                )
+class Plan:
+    """What one rank was asked to do: `reason` says why it cannot be, or is None."""
 
-
-def check_all(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Comm, elementwise: bool, can_initialise: bool) -> None:
-    """Raise on every rank if any rank has a reason to."""
-    reason = find_reason(model, optimizer, elementwise, can_initialise)
-    layout = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
-    layout += [(name, tuple(b.shape), str(b.dtype), None) for name, b in model.named_buffers()]
-    groups = [len(group["params"]) for group in optimizer.param_groups]
-    for rank, (other, _, _) in enumerate(gathered := comm.host_gather((reason, layout, groups))):
-        if other is not None:
-            raise ValueError(other if other == reason else f"rank {rank}: {other}")
-    _, first, first_groups = gathered[0]
-    for rank, (_, other, other_groups) in enumerate(gathered):
-        for index, (a, b) in enumerate(zip(first, other)):
-            if a != b:
-                raise ValueError(
-                    f"ranks built different models: tensor {index} is {describe(a)} on rank 0 but {describe(b)} "
-                    f"on rank {rank}; build the model from the same arguments everywhere"
-                )
-        if len(first) != len(other):
-            raise ValueError(f"ranks built different models: rank 0 has {len(first)} tensors, rank {rank} {len(other)}")
-        if first_groups != other_groups:
-            raise ValueError(
-                f"ranks built different param groups: {first_groups} parameters on rank 0, {other_groups} on rank {rank}"
-            )
-
-
-def describe(entry: tuple) -> str:
-    """
-    >>> describe(("fc.weight", (64, 32), "torch.float32", True))
-    "'fc.weight' (64, 32) torch.float32"
-    >>> describe(("fc.weight", (64, 32), "torch.float32", False))
-    "'fc.weight' (64, 32) torch.float32, frozen"
-    """
-    name, shape, dtype, requires_grad = entry
-    return f"{name!r} {shape} {dtype}" + (", frozen" if requires_grad is False else "")
-
-
-def find_reason(
-    model: nn.Module, optimizer: torch.optim.Optimizer, elementwise: bool, can_initialise: bool
-) -> str | None:
-    """Why this model and optimizer cannot be sharded, or None."""
-    named = dict(model.named_parameters())
-    names = {id(param): name for name, param in named.items()}
-    if not any(param.requires_grad for param in named.values()):
-        return f"{type(model).__name__} has no parameter that requires a gradient: there is nothing to train"
-    for name, param in named.items():
-        if isinstance(param, HeldParameter):
-            return f"{name} is already held by zeroify(): wrap a model once"
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            return f"{name} is not initialised yet (a lazy module): run one forward before zeroify()"
-        if param.is_meta and not can_initialise:
-            return f"{name} is on the meta device and has no values: pass zeroify(initialise=function(name, tensor))"
-        if param.layout != torch.strided or not param.dtype.is_floating_point:
-            return f"{name} is {param.layout} of {param.dtype}: only dense real floating-point ones can be flattened"
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            return f"the buffer {name} is on the meta device: build it on a real one, only parameters are initialised here"
-    for what in ("dtype", "device"):
-        seen = {getattr(param, what): name for name, param in named.items()}
-        if len(seen) > 1:
-            (one, a), (two, b) = list(seen.items())[:2]
-            return f"the {what} of {a} is {one}, of {b} it is {two}: bring the model to one {what} before zeroify()"
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:
-            return f"{name}.weight produces sparse gradients ({type(module).__name__}(sparse=True)); set sparse=False"
-    if type(optimizer).__name__ not in ELEMENTWISE and not elementwise:
-        return (
-            f"{type(optimizer).__name__} may look at whole tensors, and a shard would change its result; "
-            f"known to be safe: {', '.join(ELEMENTWISE)}; pass elementwise=True if yours is"
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        stage: int,
+        dtype: torch.dtype | None,
+        units: Sequence[nn.Module] | None,
+        elementwise: bool,
+        can_initialise: bool,
+    ):
+        self.model, self.optimizer, self.stage, self.compute_dtype = model, optimizer, stage, dtype
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.params = dict(model.named_parameters())
+        self.reason = (
+            self.refuse_stage(stage)
+            or self.refuse_parameters(can_initialise)
+            or self.refuse_units(units)
+            or self.refuse_optimizer(elementwise)
         )
-    if optimizer.state:
-        return f"{type(optimizer).__name__} already has state for {len(optimizer.state)} parameters: wrap before a step"
-    grouped = set()
-    for index, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
-            if id(param) not in names:
-                return f"group {index}, parameter {position} {tuple(param.shape)} is not a parameter of the model"
-            grouped.add(id(param))
-    for name, param in named.items():
-        if param.requires_grad and id(param) not in grouped:
-            return f"{name} requires a gradient but is in no param group: give it to the optimizer or freeze it"
-    return None
+        if self.reason is None:
+            self.blocks = find_blocks(model) if units is None else [(self.names[id(unit)], unit) for unit in units]
+            first = next(iter(self.params.values()))
+            self.dtype, self.device = first.dtype, first.device
+
+    def refuse_stage(self, stage: int) -> str | None:
+        if stage not in (0, 1, 2, 3):
+            return f"stage must be 0, 1, 2 or 3 (got {stage!r})"
+        return None
+
+    def refuse_parameters(self, can_initialise: bool) -> str | None:
+        for name, param in self.params.items():
+            if isinstance(param, HeldParameter):
+                return f"{name} is already held by zeroify(): wrap a model once"
+            if isinstance(param, nn.parameter.UninitializedParameter):
+                return f"{name} is not initialised yet (a lazy module): run one forward before zeroify()"
+            if param.is_meta and not can_initialise:
+                return f"{name} is on the meta device, without values: pass zeroify(initialise=function(name, tensor))"
+            if param.layout != torch.strided or not param.dtype.is_floating_point:
+                return f"{name} is {param.layout} of {param.dtype}: only dense real ones can be flattened"
+        for name, buffer in self.model.named_buffers():
+            if buffer.is_meta:
+                return f"the buffer {name} is on the meta device: build it on a real one, only parameters start there"
+        for what in ("dtype", "device"):
+            seen = {getattr(param, what): name for name, param in self.params.items()}
+            if len(seen) > 1:
+                (one, a), (two, b) = list(seen.items())[:2]
+                return f"the {what} of {a} is {one}, of {b} it is {two}: bring the model to one {what} before zeroify()"
+        if not any(param.requires_grad for param in self.params.values()):
+            return f"{type(self.model).__name__} has no parameter that requires a gradient: there is nothing to train"
+        for name, module in self.model.named_modules():
+            if getattr(module, "sparse", False) is True:
+                kind = type(module).__name__
+                return f"{name}.weight produces sparse gradients ({kind}(sparse=True)); set sparse=False"
+        return None
+
+    def refuse_units(self, units: Sequence[nn.Module] | None) -> str | None:
+        for index, unit in enumerate(units or ()):
+            if id(unit) not in self.names:
+                return f"units: {type(unit).__name__} is not a module of {type(self.model).__name__}"
+            if any(unit is other for other in units[:index]):
+                return f"units: {self.names[id(unit)]} is named twice; name it once"
+            for inner in unit.modules():
+                if inner is not unit and any(inner is other for other in units):
+                    return f"units must not be nested: {self.names[id(inner)]} lies inside {self.names[id(unit)]}; name one"
+        return None
+
+    def refuse_optimizer(self, elementwise: bool) -> str | None:
+        kind = type(self.optimizer)
+        if not elementwise and kind not in [getattr(torch.optim, name) for name in ELEMENTWISE]:
+            return (
+                f"{kind.__name__} may look at whole tensors, and a shard would change its result; known to be safe are "
+                f"torch.optim's {', '.join(ELEMENTWISE)}; pass elementwise=True if yours is"
+            )
+        if any(state.get("step", 1) > 0 for state in self.optimizer.state.values()):
+            return f"{kind.__name__} already has state for {len(self.optimizer.state)} parameters: wrap before a step"
+        names = {id(param): name for name, param in self.params.items()}
+        grouped = set()
+        for index, group in enumerate(self.optimizer.param_groups):
+            for position, param in enumerate(group["params"]):
+                if id(param) not in names:
+                    return f"group {index}, parameter {position} {tuple(param.shape)} is not a parameter of the model"
+                grouped.add(id(param))
+        for name, param in self.params.items():
+            if param.requires_grad and id(param) not in grouped:
+                return f"{name} requires a gradient but is in no param group: give it to the optimizer or freeze it"
+        return None
+
+    def arguments(self) -> dict[str, str]:
+        """What must be the same on every rank, by the name under which a difference is told."""
+        optimizer = type(self.optimizer)
+        told = {
+            "stage": str(self.stage),
+            "dtype": str(self.compute_dtype),
+            "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}",
+        }
+        groups = {id(p): index for index, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        for name, param in self.params.items():
+            group = groups.get(id(param))
+            grad = f"group {group}" if param.requires_grad else "frozen"
+            told[f"parameter {name!r}"] = f"{tuple(param.shape)} {param.dtype}, {grad}"
+        for name, buffer in self.model.named_buffers():
+            told[f"buffer {name!r}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+        told["units"] = ", ".join(name for name, _ in self.blocks) or "none"
+        return told
+
+
+def check_everywhere(plan: Plan, comm: Comm) -> None:
+    """ValueError on every rank if any has a reason, or if two were given different things."""
+    arguments = plan.arguments() if plan.reason is None else {}
+    everyone = comm.host_gather((plan.reason, arguments))
+    for rank, (reason, _) in enumerate(everyone):
+        if reason is not None:
+            raise ValueError(reason if reason == plan.reason else f"rank {rank}: {reason}")
+    _, first = everyone[0]
+    for rank, (_, other) in enumerate(everyone):
+        if list(first) != list(other) or first != other:
+            raise ValueError(f"ranks were given different things: {first_difference(first, other, rank)}")
+
+
+def first_difference(first: dict[str, str], other: dict[str, str], rank: int) -> str:
+    """The first line of two ordered descriptions that is not the same.
+
+    >>> first_difference({"parameter 'fc.weight'": "(64, 32)"}, {"parameter 'fc.weight'": "(64, 16)"}, rank=1)
+    "parameter 'fc.weight' is (64, 32) on rank 0 but (64, 16) on rank 1; build the same everywhere"
+    """
+    for (a, one), (b, two) in zip(first.items(), other.items()):
+        if a != b:
+            return f"{a} on rank 0 stands where rank {rank} has {b}; build the same everywhere"
+        if one != two:
+            return f"{a} is {one} on rank 0 but {two} on rank {rank}; build the same everywhere"
+    raise AssertionError("descriptions end with the same entry, so a longer one differs before")

@@ -72,6 +72,7 @@ class Comm:
         self.calls: list[Call] = []
         self.last_step: list[Call] = []
         self.steps = 0
+        self.recording = True  # evaluation does not enter the ledger
         self.digest = self.agreed = 0  # of everything launched so far; of what ranks have compared
         # torch 2.13 renamed the two flat collectives; 2.9 to 2.12 have the old names only.
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -130,6 +131,7 @@ class Comm:
                         f"ranks ran different modules: collective {index} of step {self.steps} is {a} on "
                         f"rank 0 but {b} on rank {rank}; every rank must run the same units in the same order"
                     )
+        raise RuntimeError("ranks ran different modules in evaluation; every rank must run the same units in order")
 
     def end_step(self) -> None:
         """Close the ledger's page."""
@@ -144,5 +146,6 @@ class Comm:
 
     def _record(self, kind: str, unit: str, buffer: torch.Tensor) -> None:
         call = Call(kind, unit, buffer.numel(), buffer.element_size())
-        self.calls.append(call)
+        if self.recording:
+            self.calls.append(call)
         self.digest = zlib.crc32(f"{kind} {unit} {call.numel}".encode(), self.digest)

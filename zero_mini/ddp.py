@@ -45,7 +45,7 @@ from torch import nn
 
 from zero_mini.comm import Comm
 from zero_mini.flat import Unit
-from zero_mini.held import HeldParameter
+from zero_mini.held import HeldParameter, set_grad
 from zero_mini.hooks import Hooks
 from zero_mini.whole import Whole
 
@@ -59,7 +59,7 @@ class DDP(Hooks, Whole):
 
     stage = 0
 
-    def __init__(self, model, optimizer, units: list[Unit], comm: Comm, dtype: torch.dtype, device: torch.device, initialise=None):
+    def __init__(self, model, optimizer, units: list[Unit], comm: Comm, dtype, device, initialise=None):
         self.model, self.optimizer, self.units, self.comm = model, optimizer, units, comm
         self.rank, self.world_size, self.device = comm.rank, comm.world_size, device
         self.dtype, self.master_dtype = dtype, units[0].params[0].dtype
@@ -68,7 +68,7 @@ class DDP(Hooks, Whole):
         self.entered: list[Unit] = []  # units backward has reached and not yet left
         self.unsent: list[Unit] = []  # units whose reduction this backward still owes
         self.ready: set[Unit] = set()
-        self.in_backward = False
+        self.in_backward = self.collecting = False
         self.syncing = True
         self.showing_whole = False
         self.buffers_due = True
@@ -82,6 +82,7 @@ class DDP(Hooks, Whole):
             unit.note_versions()
             for param in unit.params:
                 param.__class__, param.unit, param.grad = HeldParameter, unit, None
+        self.nothing = torch.full((), float("nan"), dtype=self.master_dtype, device=device)
         model.to(device)  # what is left: buffers
         self._sync_buffers()
         comm.end_step()
@@ -125,7 +126,7 @@ class DDP(Hooks, Whole):
     def on_grad(self, unit: Unit) -> None:
         """The unit's gradients are complete: collect them; send what is next in order."""
         self.entered.remove(unit)
-        if not unit.trainable:
+        if not unit.trainable or not self.collecting:
             return
         self.finish(unit)
         unit.take_grads(self.master_dtype)
@@ -161,7 +162,7 @@ class DDP(Hooks, Whole):
                     "its module, or its output was a view that was changed in place, or it was unfrozen "
                     "after zeroify(); call the module itself, clone() its output, or wrap again"
                 )
-        if self.syncing:
+        if self.syncing and self.collecting:
             again = [unit for unit in reversed(self.trainable) if unit not in self.unsent and unit.grad is not None]
             for unit in reversed(self.unsent):
                 if unit not in self.ready:
@@ -169,21 +170,30 @@ class DDP(Hooks, Whole):
                 self._send(unit)
             for unit in again:  # it came twice in one backward, as under re-entrant checkpointing
                 self._send(unit)
+            for unit in self.trainable:  # until the step: nobody may take "no gradient yet" for "none"
+                for _, piece in unit.pieces:
+                    piece.grad = self.nothing.expand(piece.shape)
         self.entered, self.unsent, self.ready, self.in_backward = [], [], set(), False
 
     @torch.no_grad()
     def before_step(self) -> None:
         """Every mean has arrived, in the master's dtype, as the pieces' .grad. May be called twice."""
+        self.close_broken_calls()
         self.comm.agree()
-        for unit in self.trainable:
+        for unit in self.units:
+            unit.check_untouched()
+            if unit.grads_arrived():
+                raise RuntimeError(
+                    f"{unit.name} has a gradient that no backward of the model brought: it was written by hand, or "
+                    "backward did not pass through an output of the model; return tensors, and clone() an output "
+                    "that is a view before changing it in place"
+                )
             self.finish(unit)
             if unit.grad is not None:
                 raise RuntimeError(
                     f"step: gradients of {unit.name} were accumulated under no_sync() and never reduced; "
                     "run the last backward of a step outside no_sync()"
                 )
-            if self.mixed or unit.full is None:
-                unit.check_untouched()
             if unit.own_grad is not None:
                 unit.own_grad = unit.own_grad.to(self.master_dtype)
                 for (_, piece), (_, grad) in zip(unit.pieces, unit.cut(unit.own_grad)):
@@ -205,6 +215,12 @@ class DDP(Hooks, Whole):
         """Let the parameters be what they are between turns, after they were something else."""
         unit.show(unit.views(unit.full))
 
+    def replace(self, unit: Unit, values: torch.Tensor) -> None:
+        """Other values (P), the same on all ranks, from outside the script: keep what is kept of them."""
+        unit.master.copy_(values if unit.master.numel() == unit.P else unit.own(values))
+        if unit.full is not None:
+            unit.full.copy_(values)
+
     # --- what the training loop calls --------------------------------------------------------
 
     @contextlib.contextmanager
@@ -221,13 +237,10 @@ class DDP(Hooks, Whole):
         """Forget every gradient, also those on their way. Stands in for both objects' zero_grad."""
         for unit in self.units:
             self.finish(unit)
+            zeros = torch.zeros_like(unit.master) if unit.holds_gradient and not set_to_none else None
+            unit.grad, unit.own_grad = None, zeros
             for param in unit.params:
-                param.grad = None
-            unit.grad = None
-            if set_to_none or unit.own_grad is None:
-                unit.own_grad = None
-            else:
-                unit.own_grad.zero_()
+                set_grad(param, None)
             for _, piece in unit.pieces:
                 piece.grad = None
 

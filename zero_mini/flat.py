@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zero_mini.held import grad_of, set_grad
+
 ALIGN = 32  # elements: 128 bytes in fp32, 64 in bf16
 
 
@@ -63,6 +65,7 @@ class Unit:
     pieces: list[tuple[int, nn.Parameter]] = field(default_factory=list)  # (group, view of master)
     reducing: tuple | None = None  # (work, result, buffer) of a reduction under way
     outstanding: int = 0  # forward calls whose backward has not come yet
+    is_whole: bool = False  # shown by zero.full_params()
 
     def __post_init__(self):
         """Lay the parameters out; allocate nothing."""
@@ -113,7 +116,7 @@ class Unit:
 
     def grads_arrived(self) -> int:
         """How many parameters hold a gradient that no flat buffer has taken yet."""
-        return sum(torch.Tensor.grad.__get__(param) is not None for param in self.params)
+        return sum(grad_of(param) is not None for param in self.params)
 
     def take_grads(self, accumulate_dtype: torch.dtype) -> None:
         """Move every parameter's .grad into `grad` (P): the first is copied, further ones are added.
@@ -121,7 +124,7 @@ class Unit:
         Sums of several micro-batches are kept in `accumulate_dtype`: bf16 would stall (512 times
         1.0 adds up to 256). A parameter without a gradient counts as zero.
         """
-        grads = [torch.Tensor.grad.__get__(param) for param in self.params]
+        grads = [grad_of(param) for param in self.params]
         if any(grad is not None and grad.requires_grad for grad in grads):
             raise RuntimeError(f"{self.name}: backward(create_graph=True) is not supported: gradients are reduced away")
         if self.grad is None:
@@ -133,7 +136,7 @@ class Unit:
             if present:
                 torch._foreach_add_(*map(list, zip(*present)))
         for param in self.params:
-            param.grad = None
+            set_grad(param, None)
 
     def fill(self, buffer: torch.Tensor, tensors: list) -> torch.Tensor:
         """buffer (P) <- one tensor a parameter; zero where it is None and in the gaps."""
@@ -161,13 +164,23 @@ class Unit:
         """Remember how often each parameter has been written to, for `check_untouched`."""
         self.versions = [param._version for param in self.params]
 
+    @property
+    def follows_writes(self) -> bool:
+        """Does a write to the parameters reach the master by itself? It does where they share memory."""
+        return self.full is not None and self.full.untyped_storage()._cdata == self.master.untyped_storage()._cdata
+
     def check_untouched(self) -> None:
-        """Raise if someone wrote to a parameter in place while the value that counts is elsewhere."""
+        """Raise if the user changed what a flat buffer cannot follow."""
         for name, param, version in zip(self.names, self.params, self.versions):
-            if param._version != version:
+            if param._version != version and not self.follows_writes:
                 raise RuntimeError(
-                    f"{name} was changed in place, but what the optimizer updates is its master copy, "
+                    f"{name} was changed in place, but what counts is its master copy, "
                     "which was not: write to parameters under zero.full_params()"
+                )
+            if param.requires_grad is not self.trainable:
+                raise RuntimeError(
+                    f"{name} was {'frozen' if self.trainable else 'unfrozen'} after zeroify(), which laid out "
+                    f"{self.name} by what requires a gradient: set requires_grad first, then wrap"
                 )
 
     def cut(self, owned: torch.Tensor, rank: int | None = None) -> list[tuple[int, torch.Tensor]]:

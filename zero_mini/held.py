@@ -17,21 +17,27 @@ class HeldParameter(nn.Parameter):
     @property
     def grad(self):
         """The gradient while autograd accumulates it; raises once a flat buffer has it."""
-        grad = torch.Tensor.grad.__get__(self)
-        if grad is None and self.unit.holds_gradient:
+        if grad_of(self) is None and self.unit.holds_gradient:
             raise RuntimeError(
                 f"the gradient of {self.unit.name} is in a flat buffer, perhaps only a shard of it: "
                 "read it under zero.full_params(grads=True), clip it with zero.clip_grad_norm_()"
             )
-        return grad
+        return grad_of(self)
 
     @grad.setter
     def grad(self, value):
-        torch.Tensor.grad.__set__(self, value)
+        if grad_of(self) is None and self.unit.holds_gradient:
+            raise RuntimeError(
+                f"the gradient of {self.unit.name} is in a flat buffer, which this would not change: drop all of them "
+                "with optimizer.zero_grad(), write to them under zero.full_params(grads=True)"
+            )
+        set_grad(self, value)
 
     @property
     def data(self):
-        """Raises: a write to it might reach a copy that the next step overwrites."""
+        """Raises out of zero.full_params(): a write might reach a copy that the next step overwrites."""
+        if self.unit.is_whole:
+            return torch.Tensor.data.__get__(self)
         raise RuntimeError(
             f"a parameter of {self.unit.name} lives in a flat buffer: write to it under "
             "zero.full_params(); to read, use parameter.detach()"
@@ -46,9 +52,21 @@ class HeldParameter(nn.Parameter):
             )
 
     def _refuse_copy(self, *_):
-        raise RuntimeError(
-            f"a parameter of {self.unit.name} is a view of a flat buffer and cannot be copied or "
-            "pickled with its model: copy model.state_dict() instead"
-        )
+        raise RuntimeError(NO_COPY)
 
     __deepcopy__ = __reduce_ex__ = _refuse_copy
+
+
+NO_COPY = (
+    "parameters are views of flat buffers that ranks share, so this model cannot be copied or pickled: "
+    "copy model.state_dict() instead"
+)
+
+
+def grad_of(param: torch.Tensor) -> torch.Tensor | None:
+    """What autograd has accumulated for `param`, without a question."""
+    return torch.Tensor.grad.__get__(param)
+
+
+def set_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
+    torch.Tensor.grad.__set__(param, value)

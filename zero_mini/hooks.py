@@ -38,10 +38,12 @@ class Hooks:
             unit.module.register_forward_hook(partial(self._leave_forward, unit))
 
     def _start(self, model, args, kwargs):
+        self.close_broken_calls()
         if self.showing_whole:
             return None
         if not backward_is_running():  # not a recompute
             self.before_model()
+            self.comm.recording = torch.is_grad_enabled()
             self.buffers_due = torch.is_grad_enabled() and self.syncing  # as torch DDP decides it
         return cast((args, kwargs), self.master_dtype, self.dtype) if self.mixed else None
 
@@ -63,24 +65,27 @@ class Hooks:
         tensors = [t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None]
         if tensors and not again:
             unit.outstanding += 1
-            call = [unit]  # whichever of its outputs backward reaches first takes it
+            entered_in: list[int] = []  # the last backward that came here, by whichever of the outputs was first
             for tensor in tensors:
-                tensor.register_hook(partial(self._enter_backward, call))
+                tensor.register_hook(partial(self._enter_backward, unit, entered_in))
         with torch.no_grad():
             self.after_forward(unit)
 
-    def _enter_backward(self, call: list[Unit], grad) -> None:
+    def _enter_backward(self, unit: Unit, entered_in: list[int], grad) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError("backward(create_graph=True) is not supported: gradients are reduced away")
-        if call:
-            unit = call.pop()
-            unit.outstanding = max(0, unit.outstanding - 1)
+        this_backward = torch._C._current_graph_task_id()
+        if entered_in != [this_backward]:
+            unit.outstanding = max(0, unit.outstanding - (not entered_in))
+            entered_in[:] = [this_backward]
             self._begin_backward()
             self.before_backward(unit)
 
     def _begin_backward(self) -> None:
         if not self.in_backward:
-            self.in_backward, self.unsent = True, list(self.trainable)
+            # torch.autograd.grad() and backward(inputs=...) leave parameters alone: nothing to reduce then.
+            self.in_backward, self.collecting = True, torch.autograd._is_checkpoint_valid()
+            self.unsent = list(self.trainable) if self.collecting else []
             torch.autograd.Variable._execution_engine.queue_callback(torch.no_grad()(self.after_backward))
 
 

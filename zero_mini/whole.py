@@ -6,17 +6,22 @@ precision of the master copy, and carries changes back; `model.state_dict()` and
 adds the optimizer's states under parameter names, so that any stage and any N can load them.
 
 All of it is collective: every rank has to call it. It costs one rank's memory for what is shown.
+What `model.state_dict()` returns is a snapshot (stage 0 in fp32 alone returns the live values, as
+torch does): to change parameters, use `load_state_dict` or `full_params`.
 
 Left out: sharded checkpoints, which never need the whole.
 """
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import nn
 
 from zero_mini.flat import Unit
+from zero_mini.held import NO_COPY, grad_of, set_grad
+from zero_mini.hooks import backward_is_running
 
 
 class Whole:
@@ -26,27 +31,36 @@ class Whole:
     def full_params(self, grads: bool = False) -> Iterator[None]:
         """Within, every parameter is whole, in the master's dtype, and may be changed.
 
-        With `grads`, its .grad is the mean over ranks. What rank 0 has at the end counts, for
-        all ranks. A forward without gradient runs on the whole parameters; training does not.
+        With `grads`, its .grad is the mean over ranks, and may be changed too. What rank 0 has at
+        the end counts, for all ranks. A forward without gradient runs on the whole parameters;
+        training does not.
         """
         if grads:
             self.before_step()
-        with self._showing(self.units, write=True), torch.no_grad():
-            with_grad = [unit for unit in self.trainable if grads and unit.own_grad is not None]
-            whole_grads = {unit: self._whole(unit, unit.own_grad) for unit in with_grad}
-            for unit, grad in whole_grads.items():
-                for param, view in zip(unit.params, unit.views(grad)):
-                    param.grad = view
-            with torch.enable_grad():
+        shown = [unit for unit in self.trainable if grads and unit.own_grad is not None]
+        with self._showing(self.units, write=True):
+            with torch.no_grad():
+                wholes = [self._whole(unit, unit.own_grad) for unit in shown]
+            for unit, whole in zip(shown, wholes):
+                for param, view in zip(unit.params, unit.views(whole)):
+                    set_grad(param, view)
+            try:
                 yield
-            for unit, grad in whole_grads.items():
-                if unit.own_grad.numel() < grad.numel():
-                    unit.own_grad.copy_(unit.own(grad))
-                for param in unit.params:
-                    param.grad = None
+            finally:
+                with torch.no_grad():
+                    for unit in shown:
+                        buffer = torch.empty(unit.P, dtype=self.master_dtype, device=self.device)
+                        unit.fill(buffer, [grad_of(param) for param in unit.params])
+                        self.comm.broadcast(buffer, unit.name).wait()
+                        unit.own_grad.copy_(buffer if unit.own_grad.numel() == unit.P else unit.own(buffer))
+                        for param in unit.params:
+                            set_grad(param, None)
 
     def state_dict(self) -> dict:
-        """{"model": name -> tensor, "optimizer": name -> key -> tensor or number}, whole, on the CPU."""
+        """{"model": name -> tensor, "optimizer": name -> key -> tensor or number, "groups": [options]}.
+
+        Whole, on the CPU, the same on every rank.
+        """
         model = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
         states: dict[str, dict] = {}
         for unit in self.trainable:
@@ -66,7 +80,8 @@ class Whole:
                     values = [value] * len(unit.names)
                 for name, part in zip(unit.names, values):
                     states.setdefault(name, {})[key] = part
-        return {"model": model, "optimizer": states}
+        groups = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
+        return {"model": model, "optimizer": states, "groups": groups}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
@@ -74,10 +89,21 @@ class Whole:
         missing = [name for unit in self.trainable for name in unit.names if name not in state["optimizer"]]
         if state["optimizer"] and missing:
             raise ValueError(f"the state has no optimizer entry for {missing[0]}: it is another model's")
+        if len(state["groups"]) != len(self.optimizer.param_groups):
+            raise ValueError(
+                f"the state has {len(state['groups'])} param groups, the optimizer {len(self.optimizer.param_groups)}: "
+                "build the optimizer as it was when the state was saved"
+            )
         self.model.load_state_dict(state["model"])
+        for group, options in zip(self.optimizer.param_groups, state["groups"]):
+            group.update(options)
+        self.load_optimizer_states(state["optimizer"])
+
+    def load_optimizer_states(self, states: dict[str, dict]) -> None:
+        """name -> key -> tensor or number, whole -> the states of this rank's pieces."""
         self.optimizer.state.clear()
-        for unit in self.trainable if state["optimizer"] else []:
-            entries = [state["optimizer"][name] for name in unit.names]
+        for unit in self.trainable if states else []:
+            entries = [states[name] for name in unit.names]
             for key, example in entries[0].items():
                 if isinstance(example, torch.Tensor) and example.shape == unit.shapes[0]:
                     buffer = torch.empty(unit.P, dtype=self.master_dtype, device=self.device)
@@ -97,14 +123,15 @@ class Whole:
             if unit.full is not None:
                 yield "parameters", unit.name, unit.full
             sent = unit.reducing[1:] if unit.reducing else ()
-            for grad in (unit.own_grad, unit.grad, *sent, *(torch.Tensor.grad.__get__(p) for p in unit.params)):
+            for grad in (unit.own_grad, unit.grad, *sent, *(grad_of(param) for param in unit.params)):
                 if grad is not None:
                     yield "gradients", unit.name, grad
-            for _, piece in unit.pieces:
-                for value in (piece.grad, *self.optimizer.state.get(piece, {}).values()):
+            for _, piece in unit.pieces:  # their .grad is a view of own_grad
+                for value in self.optimizer.state.get(piece, {}).values():
                     if isinstance(value, torch.Tensor):
-                        yield "gradients" if value is piece.grad else "optimizer", unit.name, value
+                        yield "optimizer", unit.name, value
             yield "other", unit.name, unit.nothing[0]
+        yield "other", "nothing", self.nothing
         for name, buffer in self.model.named_buffers():
             yield "other", name, buffer
 
@@ -124,53 +151,62 @@ class Whole:
         if self.showing_whole:  # state_dict() under full_params(), say
             yield
             return
-        if self.in_backward:
+        if backward_is_running():
             raise RuntimeError("whole parameters cannot be shown inside a backward")
         self.showing_whole = True
         wholes = []
         with torch.no_grad():
             for unit in units:
+                unit.check_untouched()
                 if unit.full is not None:
                     self.before_forward(unit)  # a gather under way must not land in what is written
                 whole = self._whole(unit, unit.master)
                 wholes.append(whole)
                 unit.show(unit.views(whole))
+                unit.is_whole = True
         try:
             yield
         finally:
             self.showing_whole = False
             with torch.no_grad():
                 for unit, whole in zip(units, wholes):
+                    unit.is_whole = False
                     if write:
                         self.comm.broadcast(whole, unit.name).wait()
-                        unit.master.copy_(whole if unit.master.numel() == unit.P else unit.own(whole))
-                        self.publish(unit)
+                        self.replace(unit, whole)
                         unit.note_versions()
                     self.restore(unit)
 
     def hook_state_dicts(self) -> None:
         """Let state_dict() and load_state_dict() of every module show whole values while they run."""
-        calls: list[contextlib.AbstractContextManager] = []
-
-        def enter(module: nn.Module, write: bool) -> None:
-            held = {id(param) for param in module.parameters()}
-            units = [unit for unit in self.units if any(id(param) in held for param in unit.params)]
-            calls.append(self._showing(units, write))
-            calls[-1].__enter__()
-
-        def leave(*_) -> None:
-            calls.pop().__exit__(None, None, None)
-
-        def enter_load(module, state_dict, prefix, local_metadata, *_) -> None:
-            if local_metadata.get("assign_to_params_buffers"):
-                raise RuntimeError("load_state_dict(assign=True) would replace parameters: use assign=False")
-            enter(module, write=True)
-
+        self.open_calls: list[contextlib.AbstractContextManager] = []  # a module's lies inside its parent's
         for module in self.model.modules():
-            module.register_state_dict_pre_hook(lambda module, *_: enter(module, write=False))
-            module.register_state_dict_post_hook(leave)
-            module.register_load_state_dict_pre_hook(enter_load)
-            module.register_load_state_dict_post_hook(leave)
+            module.register_state_dict_pre_hook(partial(self._enter_state_dict))
+            module.register_state_dict_post_hook(partial(self._leave_state_dict))  # partial: torch marks its hooks
+            module.register_load_state_dict_pre_hook(partial(self._enter_load))
+            module.register_load_state_dict_post_hook(partial(self._leave_state_dict))
+
+    def close_broken_calls(self) -> None:
+        """Nothing runs inside a state_dict() call: one that is still open was ended by an exception."""
+        while self.open_calls:
+            self.open_calls.pop().__exit__(None, None, None)
+
+    def _enter_state_dict(self, module: nn.Module, *_, write: bool = False) -> None:
+        held = {id(param) for param in module.parameters()}
+        units = [unit for unit in self.units if any(id(param) in held for param in unit.params)]
+        self.open_calls.append(self._showing(units, write))
+        self.open_calls[-1].__enter__()
+
+    def _enter_load(self, module, state_dict, prefix, local_metadata, *_) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise RuntimeError("load_state_dict(assign=True) would replace parameters: use assign=False")
+        self._enter_state_dict(module, write=True)
+
+    def _leave_state_dict(self, *_) -> None:
+        self.open_calls.pop().__exit__(None, None, None)
+
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError(NO_COPY)
 
 
 def is_elementwise(value: object, piece: torch.Tensor) -> bool:

@@ -72,6 +72,7 @@ class Zero3(Zero2):
         """A slice of the values; between turns the unit has no parameters at all."""
         unit.master = unit.own(values).clone()
         unit.before = unit.after = None  # its neighbours in the order of the last forward
+        unit.grads_when_vacated = 0
         unit.rest()
 
     def before_model(self) -> None:
@@ -91,6 +92,11 @@ class Zero3(Zero2):
             self.last_used[unit.trainable] = unit
             self.prefetch(unit, unit.after)
 
+    def after_forward(self, unit: Unit) -> None:
+        """Its slot will hold another unit: reading its parameters from now on must not show that one's."""
+        if not unit.is_root and unit not in self.entered:
+            unit.rest()
+
     def before_backward(self, unit: Unit) -> None:
         """Gather this unit, unless it is there; begin to gather the one that came before it."""
         if unit not in self.entered and unit.grads_arrived():
@@ -98,6 +104,7 @@ class Zero3(Zero2):
                 f"a gradient of {unit.name} arrived before its backward began, when its parameters need not have "
                 "been in place: an output is hidden, perhaps kept as an attribute of the module; return it instead"
             )
+        self.rest_all_but(unit.module)
         self.gather(unit)
         if not unit.is_root:
             self.prefetch(unit, unit.before)  # ahead of the reductions that follow: it is needed sooner
@@ -107,20 +114,37 @@ class Zero3(Zero2):
         """Gradients are true only if the unit's own parameters stood in the slot until the last arrived."""
         slot = unit.slot
         if slot.holder is not unit and unit.grads_arrived() != unit.grads_when_vacated:
+            held = slot.holder.name if slot.holder else "nothing"
             raise RuntimeError(
-                f"a gradient of {unit.name} arrived while its slot held {slot.holder.name if slot.holder else 'nothing'}: "
+                f"a gradient of {unit.name} arrived while its slot held {held}: "
                 "backward must go through units in the reverse order of forward"
             )
         super().on_grad(unit)
+
+    def after_backward(self) -> None:
+        """The last units end their turn as well."""
+        self.rest_all_but(None)
+        super().after_backward()
+
+    def rest_all_but(self, module: torch.nn.Module | None) -> None:
+        """Backward has left all units but those of `module`, and the root."""
+        for unit in self.entered:
+            if unit.module is not module and not unit.is_root:
+                unit.rest()
 
     def publish(self, unit: Unit) -> None:
         """The next forward gathers what it needs: the slot's values are the last step's."""
         self.vacate(unit.slot)
 
     def restore(self, unit: Unit) -> None:
-        """In its slot, or nowhere."""
-        arrived = unit.slot.holder is unit and unit.slot.arriving is None
-        unit.show(unit.slot_views) if arrived else unit.rest()
+        """Nothing to show between turns, but for the root, which waits in its slot."""
+        waits = unit.is_root and unit.slot.holder is unit and unit.slot.arriving is None
+        unit.show(unit.slot_views) if waits else unit.rest()
+
+    def replace(self, unit: Unit, values: torch.Tensor) -> None:
+        """What a slot holds is out of date then."""
+        super().replace(unit, values)
+        self.vacate(unit.slot)
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """The slots as well."""
@@ -135,7 +159,7 @@ class Zero3(Zero2):
         if unit.slot.arriving is not None:
             unit.slot.arriving.wait()
             unit.slot.arriving = None
-            unit.show(unit.slot_views)
+        unit.show(unit.slot_views)
 
     def prefetch(self, unit: Unit, neighbour: Unit | None) -> None:
         """Begin to gather the neighbour into the other slot while this unit computes."""

@@ -23,7 +23,7 @@ from torch import nn
 from zero_mini import checks
 from zero_mini.comm import Comm
 from zero_mini.ddp import DDP
-from zero_mini.flat import find_blocks, make_units
+from zero_mini.flat import make_units
 from zero_mini.zero1 import Zero1
 from zero_mini.zero2 import Zero2
 from zero_mini.zero3 import Zero3
@@ -60,30 +60,21 @@ def zeroify(
     clip_grad_norm_, no_sync, full_params, state_dict, load_state_dict. ValueError or RuntimeError,
     on every rank, if this model and optimizer cannot be trained so.
     """
-    checks.check_stage(stage)
     checks.check_process_group()
     comm = Comm(group)
+    plan = checks.Plan(model, optimizer, stage, dtype, units, elementwise, initialise is not None)
+    checks.check_everywhere(plan, comm)
     if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if comm.averages else first_device(model)
-        device = torch.device("cpu") if device.type == "meta" else device
-    device = torch.device(device)
-    blocks = find_blocks(model)
-    if units is not None:
-        names = {id(module): name for name, module in model.named_modules()}
-        checks.check_units(model, units, names)
-        blocks = [(names[id(module)], module) for module in units]
-    checks.check_all(model, optimizer, comm, elementwise, initialise is not None)
+        on_cuda = comm.averages or plan.device.type == "cuda"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     group_of = {id(p): index for index, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    made = make_units(model, blocks, group_of, comm.rank, comm.world_size)
-    zero = STAGES[stage](model, optimizer, made, comm, dtype or made[0].params[0].dtype, device, initialise)
+    made = make_units(model, plan.blocks, group_of, comm.rank, comm.world_size)
+    begun = {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
+    zero = STAGES[stage](model, optimizer, made, comm, dtype or plan.dtype, torch.device(device), initialise)
+    zero.load_optimizer_states(begun)  # what the optimizer's constructor made, as Adagrad's does
     zero.hook_state_dicts()
     hook_optimizer(zero)
     return zero
-
-
-def first_device(model: nn.Module) -> torch.device:
-    """Where the model's first parameter is."""
-    return next(model.parameters()).device
 
 
 def hook_optimizer(zero: DDP) -> None:
