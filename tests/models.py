@@ -744,7 +744,7 @@ class Magnitudes(Alone):
 def build(case: Case, loop: Loop, seed: int = 0) -> nn.Module:
     """The model as this rank makes it; with the default seed, as rank 0 does."""
     torch.manual_seed(seed)
-    return case.build().to(loop.dtype)
+    return case.build().to(place(), loop.dtype)
 
 
 def train(case: Case, loop: Loop, side: type, follow: Run | None = None, **options) -> Run:
@@ -789,9 +789,15 @@ def train(case: Case, loop: Loop, side: type, follow: Run | None = None, **optio
     return run
 
 
+def place() -> torch.device:
+    """Where this rank trains: its GPU if ranks talk by NCCL."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
 def loss_of(case: Case, loop: Loop, model: nn.Module, rank: int, step: int, micro: int) -> torch.Tensor:
     turn = Turn(rank, dist.get_world_size(), step)
-    batch = [part.to(loop.dtype) if part.is_floating_point() else part for part in case.batch(turn, micro)]
+    batch = [part.to(place()) for part in case.batch(turn, micro)]
+    batch = [part.to(loop.dtype) if part.is_floating_point() else part for part in batch]
     torch.manual_seed(100 * rank + step)  # for dropout
     return case.loss(model(batch[0], turn), batch[1])
 

@@ -1803,7 +1803,7 @@ def test_a_channels_last_model_keeps_its_strides(compare):
         def see_strides(*_):
             job.see([param.stride() for param in job.model.blocks[1].parameters()])
 
-        job.model.blocks[1].register_forward_hook(see_strides)
+        job.model.blocks[1].register_forward_pre_hook(see_strides)  # in its turn
         job.train(0, 1)
         with job.full_params():
             job.see([param.stride() for param in job.model.parameters()])
