@@ -41,6 +41,7 @@ from models import (
 )
 from torch import nn
 
+EVERY_MODEL = ZOO | RARE
 WORLD_SIZES = (1, 2, 3, 4)
 STAGES = (0, 1, 2, 3)
 
@@ -72,39 +73,40 @@ def test_torch_ddp_equals_itself(ranks, world_size):
 
     for name in ("plain blocks", "tied embedding and head", "buffers"):
         for optimizer in ("SGD", "AdamW"):
-            assert agree(ranks(world_size).run(twice, ZOO[name], Loop(optimizer)))
+            assert agree(ranks(world_size).run(twice, EVERY_MODEL[name], Loop(optimizer)))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("name", ZOO)
 def test_every_stage_trains_as_torch_ddp_does(ranks, name, optimizer, world_size):
-    assert agree(ranks(world_size).run(parity, ZOO[name], Loop(optimizer)))
+    assert agree(ranks(world_size).run(parity, EVERY_MODEL[name], Loop(optimizer)))
 
 
 @pytest.mark.parametrize("name", RARE)
 def test_every_stage_trains_rare_models_as_torch_ddp_does(ranks, name):
-    assert agree(ranks(2).run(parity, RARE[name], Loop("SGD")))
+    assert agree(ranks(2).run(parity, EVERY_MODEL[name], Loop("SGD")))
 
 
 @pytest.mark.parametrize(
     "name, world_size",
     [
-        *itertools.product(["plain blocks", "tied embedding and head", "unused on some ranks", "buffers"], WORLD_SIZES),
+        *itertools.product(["plain blocks"], WORLD_SIZES),
+        *itertools.product(["tied embedding and head", "unused on some ranks", "buffers"], [2, 3]),
         *itertools.product(["frozen", "odd sizes", "0-dim and 0-element"], [2]),
         *itertools.product(["unit called twice", "order changes", "checkpoint", "checkpoint, re-entrant"], [3]),
     ],
 )
 def test_micro_batches_add_up_as_in_torch_ddp_with_and_without_no_sync(ranks, name, world_size):
     loops = [Loop("SGD", steps=2, micro_batches=3, no_sync=True), Loop("AdamW", steps=2, micro_batches=2)]
-    assert agree(ranks(world_size).run(parities, ZOO[name], loops))
+    assert agree(ranks(world_size).run(parities, EVERY_MODEL[name], loops))
 
 
 @pytest.mark.parametrize(
     "name, world_size",
     [
-        *itertools.product(["plain blocks", "tied blocks"], WORLD_SIZES),
-        *itertools.product(["frozen", "odd sizes", "unused on some ranks"], [2, 3]),
+        *itertools.product(["tied embedding and head"], WORLD_SIZES),
+        *itertools.product(["plain blocks", "tied blocks", "frozen", "odd sizes", "unused on some ranks"], [2]),
     ],
 )
 def test_clipping_is_torchs_and_its_norm_one_float_everywhere(ranks, name, world_size):
@@ -113,23 +115,25 @@ def test_clipping_is_torchs_and_its_norm_one_float_everywhere(ranks, name, world
         Loop("AdamW", steps=2, clip=(0.02, math.inf)),
         Loop("SGD", steps=1, clip=(0.05, 2.0), micro_batches=2, no_sync=True),
     ]
-    assert agree(ranks(world_size).run(parities, ZOO[name], loops))
+    assert agree(ranks(world_size).run(parities, EVERY_MODEL[name], loops))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", ["no root", "tied embedding and head", "buffers", "order changes", "checkpoint"])
 def test_forwards_without_backward_between_the_steps_change_nothing(ranks, name, world_size):
     loops = [Loop("SGD", evaluate=True), Loop("AdamW", steps=2, evaluate=True, micro_batches=2, no_sync=True)]
-    assert agree(ranks(world_size).run(parities, ZOO[name], loops))
+    assert agree(ranks(world_size).run(parities, EVERY_MODEL[name], loops))
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_looking_at_the_numbers_after_every_step_does_not_change_them(ranks, name):
+    """Nor does it put right what training alone does wrong: the unwatched run is the one that users have."""
+
     def compare(case: Case) -> list[str]:
         watched, unwatched = (each_stage(case, Loop("AdamW", watch=watch)) for watch in (True, False))
         return [d for stage in case.stages for d in differences(f"stage {stage}", watched[stage], unwatched[stage])]
 
-    assert agree(ranks(2).run(compare, ZOO[name]))
+    assert agree(ranks(2).run(compare, EVERY_MODEL[name]))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -272,14 +276,14 @@ def test_memory_full_of_numbers_that_nobody_wrote_changes_no_gradient_and_no_nor
             return parities(case, loops)
 
     loops = [Loop("AdamW", clip=(0.05, 2.0)), Loop("SGD", steps=1, clip=(0.05, 2.0), micro_batches=2, no_sync=True)]
-    assert agree(ranks(world_size).run(among_empties, ZOO[name], loops))
+    assert agree(ranks(world_size).run(among_empties, EVERY_MODEL[name], loops))
 
 
 def close_to_1e9(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", [*ZOO, *RARE, *BEYOND_DDP])
+@pytest.mark.parametrize("name", [*EVERY_MODEL, *BEYOND_DDP])
 def test_in_float64_every_stage_trains_as_one_process_with_the_whole_batch(ranks, name):
     def compare(case: Case, loop: Loop) -> list[str]:
         with exactly():
@@ -292,7 +296,7 @@ def test_in_float64_every_stage_trains_as_one_process_with_the_whole_batch(ranks
             found += differences_of_norms(f"stage {stage}", run, whole, tolerance=1e-9)
         return found
 
-    case = (ZOO | RARE | BEYOND_DDP)[name]
+    case = (EVERY_MODEL | BEYOND_DDP)[name]
     loop = Loop("AdamW", micro_batches=2, no_sync=True, clip=(0.05, 2.0), watch=False, dtype=torch.float64)
     assert agree(ranks(3).run(compare, case, loop))
 
