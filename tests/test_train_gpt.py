@@ -265,7 +265,7 @@ def test_a_folder_that_cannot_be_written_or_is_full_is_refused_at_the_start(alon
     assert "cannot be written to: File exists" in refusal(capsys, "--out", str(tmp_path / "file"))
     usage = report.shutil.disk_usage(tmp_path)._replace(free=300_000)
     monkeypatch.setattr(report.shutil, "disk_usage", lambda folder: usage)
-    assert "3.34 MB needed, 300 kB free" in refusal(capsys, "--out", str(tmp_path / "new"))
+    assert "3.70 MB needed, 300 kB free" in refusal(capsys, "--out", str(tmp_path / "new"))
 
 
 def test_weights_of_another_model_are_refused_by_name(alone, capsys, tmp_path):

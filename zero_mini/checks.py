@@ -69,7 +69,8 @@ class Plan:
             if param.is_meta and not can_initialise:
                 return f"{name} is on the meta device, without values: pass zeroify(initialise=function(name, tensor))"
             if param.layout != torch.strided or not param.dtype.is_floating_point:
-                return f"{name} is {param.layout} of {param.dtype}: only dense real ones can be flattened"
+                kind = f"{param.layout} of {param.dtype}"
+                return f"{name} is {kind}: only dense real floating-point parameters can be flattened"
         for name, buffer in self.model.named_buffers():
             if buffer.is_meta:
                 return f"the buffer {name} is on the meta device: build it on a real one, only parameters start there"

@@ -31,7 +31,7 @@ class Options:
     d: int | None = option(None, "channels, a multiple of --heads", least=1, also=("--width",))
     heads: int | None = option(None, "attention heads", least=1)
     data: str | None = option(None, "text file, or folder of them; else Python's own reference")
-    steps: int = option(200, "optimizer steps", least=1)
+    steps: int = option(300, "optimizer steps", least=1)
     global_batch: int = option(32, "sequences in a step, over all ranks", least=1)
     micro_batch: int | None = option(None, "sequences that a rank takes at once; else its whole share", least=1)
     sequence_length: int | None = option(None, "T, tokens in a sequence; else the preset's", least=1)
