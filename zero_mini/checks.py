@@ -95,7 +95,8 @@ class Plan:
                 return f"units: {self.names[id(unit)]} is named twice; name it once"
             for inner in unit.modules():
                 if inner is not unit and any(inner is other for other in units):
-                    return f"units must not be nested: {self.names[id(inner)]} lies inside {self.names[id(unit)]}; name one"
+                    where = f"{self.names[id(inner)]} lies inside {self.names[id(unit)]}"
+                    return f"units must not be nested: {where}; name one of them"
         return None
 
     def refuse_optimizer(self, elementwise: bool) -> str | None:
