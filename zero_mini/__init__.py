@@ -2,7 +2,7 @@
 
 In reading order:
 
-    comm.py  flat.py                          the four collectives; parameters as one flat buffer
+    comm.py  flat.py  units.py                the four collectives; parameters as one flat buffer
     ddp.py  zero1.py  zero2.py  zero3.py      plain data parallelism, then one idea a file
     hooks.py  held.py  precision.py           how the script meets a model, and what it computes in
     zeroify.py  checks.py  whole.py           the one-line entry; every refusal; whole values from shards

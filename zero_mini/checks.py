@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_mini.comm import Comm
-from zero_mini.flat import find_blocks
 from zero_mini.held import HeldParameter
+from zero_mini.units import find_blocks
 
 # Their update of an element looks at that element's gradient and state alone.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "Rprop", "ASGD")
@@ -128,6 +128,10 @@ class Plan:
             "dtype": str(self.compute_dtype),
             "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}",
         }
+        for index, group in enumerate(self.optimizer.param_groups):
+            told[f"param group {index}"] = ", ".join(
+                f"{key} {value}" for key, value in group.items() if key != "params"
+            )
         groups = {id(p): index for index, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         for name, param in self.params.items():
             group = groups.get(id(param))

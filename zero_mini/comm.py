@@ -12,7 +12,8 @@ whole cost model of ZeRO.
     A = mean(a0, a1), B = mean(b0, b1); all_gather starts from reduce_scatter's result.
 
 Every reduction here is a *mean*: the loss of the global batch is the mean of the ranks' losses.
-Every call is asynchronous and returns a work; nothing is known to have arrived before
+Every collective on tensors is asynchronous and returns a work (small words between hosts,
+`host_gather` and `agree`, wait); nothing is known to have arrived before
 `work.wait()`. On NCCL that call does not stop the host: it makes the current CUDA stream wait, and
 launching makes NCCL's stream wait for everything enqueued so far, so no stream object is needed.
 
@@ -68,7 +69,9 @@ class Comm:
         # behind collectives on the GPU nor be mistaken for one of them.
         ranks = dist.get_process_group_ranks(self.group)
         time_out = self.group._get_backend(torch.device("cuda" if self.averages else "cpu")).options._timeout
-        self.host_group = dist.new_group(ranks, backend="gloo", timeout=time_out)
+        # Of a part of the ranks, those alone can be asked to take part in making it.
+        some = self.world_size < dist.get_world_size()
+        self.host_group = dist.new_group(ranks, backend="gloo", timeout=time_out, use_local_synchronization=some)
         self.calls: list[Call] = []
         self.last_step: list[Call] = []
         self.steps = 0
@@ -104,7 +107,7 @@ class Comm:
         return dist.broadcast(buffer, group=self.group, group_src=0, async_op=True)
 
     def host_gather(self, value: object) -> list:
-        """Every rank's `value` (anything that pickles), in rank order; never touches a GPU."""
+        """Every rank's `value` (anything that pickles, without GPU tensors), in rank order."""
         values = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.host_group)
         return values
@@ -148,4 +151,4 @@ class Comm:
         call = Call(kind, unit, buffer.numel(), buffer.element_size())
         if self.recording:
             self.calls.append(call)
-        self.digest = zlib.crc32(f"{kind} {unit} {call.numel}".encode(), self.digest)
+        self.digest = zlib.crc32(f"{kind} {unit} {call.numel} {call.itemsize}".encode(), self.digest)

@@ -6,22 +6,23 @@ Source: arXiv 1910.02054, section 3.1 (memory) and 7.1 (volume); PyTorch DDP, ar
     wire, elements      2 Psi      = one all-reduce, times (N-1)/N
 
 The optimizer's 12 are an fp32 master copy, momentum and variance. In fp32 there is no master copy:
-4 parameters + 4 gradients + 8 optimizer.
+4 parameters + 4 gradients + 8 optimizer. These are the bytes after backward; in the step of mixed
+precision the gradients that a rank updates with are fp32, 2 bytes more for each.
 
 All four stages follow one script, whose moments are the methods below. A stage is a class that
-overrides the moments it changes, and nothing else:
+overrides the moments it changes, and what follows from them:
 
-    own               once       what does this rank's optimizer update?
-    before_model      once       a forward begins: buffers are made equal, as torch DDP does
-    before_forward    a unit     its parameters are needed
-    after_forward     a unit     its parameters have been used
-    before_backward   a unit     its parameters are needed again
-    on_grad           a unit     its last gradient has arrived: collect it
-    reduce            a unit     its gradients go on the wire
-    after_backward    once       what has not been sent goes now
-    before_step       once       every mean has arrived
-    after_step        once       every unit's new values are published
-    publish           a unit     the new values reach those who compute with them
+    own               a unit, at the start   what does this rank's optimizer update?
+    before_model      a forward              buffers are made equal, as torch DDP does
+    before_forward    a unit                 its parameters are needed
+    after_forward     a unit                 its parameters have been used
+    before_backward   a unit                 its parameters are needed again
+    on_grad           a unit                 backward has moved on: collect its gradients
+    reduce            a unit                 its gradients go on the wire
+    after_backward    a backward             what has not been sent goes now
+    before_step       a step                 every mean has arrived
+    after_step        a step                 every unit's new values are published
+    publish           a unit                 the new values reach those who compute with them
 
     time -->   forward           backward                          step
     compute    u0 u1 u2          u2      u1      u0                update
@@ -128,7 +129,6 @@ class DDP(Hooks, Whole):
         self.entered.remove(unit)
         if not unit.trainable or not self.collecting:
             return
-        self.finish(unit)
         unit.take_grads(self.master_dtype)
         self.ready.add(unit)
         while self.syncing and self.unsent and self.unsent[-1] in self.ready:
@@ -162,11 +162,13 @@ class DDP(Hooks, Whole):
                     "its module, or its output was a view that was changed in place, or it was unfrozen "
                     "after zeroify(); call the module itself, clone() its output, or wrap again"
                 )
+        if self.collecting:
+            for unit in self.unsent:
+                if unit not in self.ready:  # it was not used here; it may have been on other ranks
+                    unit.take_grads(self.master_dtype)
         if self.syncing and self.collecting:
             again = [unit for unit in reversed(self.trainable) if unit not in self.unsent and unit.grad is not None]
             for unit in reversed(self.unsent):
-                if unit not in self.ready:
-                    unit.take_grads(self.master_dtype)  # nobody used it here; others may have
                 self._send(unit)
             for unit in again:  # it came twice in one backward, as under re-entrant checkpointing
                 self._send(unit)
@@ -285,6 +287,7 @@ class DDP(Hooks, Whole):
                 groups[group]["params"].append(piece)
 
     def _send(self, unit: Unit) -> None:
+        self.finish(unit)  # an earlier micro-batch's
         self.reduce(unit)
         unit.grad = None  # `reducing` keeps the buffer for as long as it is needed
 

@@ -7,9 +7,9 @@ any size. A `Unit` is the map between the two. Shape letters, used everywhere in
     N   ranks (the world size)
     S   elements of one rank's slice, S = P/N
 
-    weight (2, 3)         bias (2)       padding
-    w00 w01 ... w12 -- -- b0 b1 -- --    -- -- -- --      flat buffer, P
-    |<---- rank 0, S ---->|<---- rank 1, S ---->|         N = 2
+    weight (2, 4)           bias (2)     padding
+    w00 w01 ... ... w13     b0 b1 - -    - - - -          flat buffer, P (drawn with ALIGN = 4)
+    |<-- rank 0, S -->|<---- rank 1, S ---->|             N = 2
 
 A slice takes no notice of where a tensor begins or ends: half a matrix is as good as a whole one,
 because the optimizers that ZeRO is for update element by element. That is what makes the shares
@@ -58,6 +58,7 @@ class Unit:
     groups: list[int]  # the optimizer's param group of each, ascending
     rank: int
     world_size: int
+    is_root: bool = False  # its turn is around all the others'
     full: torch.Tensor | None = None  # (P) what the model computes with; stage 3 has none
     master: torch.Tensor | None = None  # (P) or (S) what this rank's optimizer updates
     grad: torch.Tensor | None = None  # (P) this rank's gradients, not reduced yet
@@ -66,11 +67,12 @@ class Unit:
     reducing: tuple | None = None  # (work, result, buffer) of a reduction under way
     outstanding: int = 0  # forward calls whose backward has not come yet
     is_whole: bool = False  # shown by zero.full_params()
+    nothing: list[torch.Tensor] = field(default_factory=list)  # a NaN in each parameter's shape, without memory
+    versions: list[int] = field(default_factory=list)  # how often each parameter had been written to
 
     def __post_init__(self):
         """Lay the parameters out; allocate nothing."""
         self.trainable = self.params[0].requires_grad
-        self.is_root = self.name.startswith("root")
         self.offsets, end = [], 0
         for param in self.params:
             self.offsets.append(end)
@@ -169,10 +171,10 @@ class Unit:
         """Does a write to the parameters reach the master by itself? It does where they share memory."""
         return self.full is not None and self.full.untyped_storage()._cdata == self.master.untyped_storage()._cdata
 
-    def check_untouched(self) -> None:
-        """Raise if the user changed what a flat buffer cannot follow."""
+    def check_untouched(self, at_rest: bool = False) -> None:
+        """Raise if the user changed what a flat buffer cannot follow; at rest it follows nothing."""
         for name, param, version in zip(self.names, self.params, self.versions):
-            if param._version != version and not self.follows_writes:
+            if param._version != version and (at_rest or not self.follows_writes):
                 raise RuntimeError(
                     f"{name} was changed in place, but what counts is its master copy, "
                     "which was not: write to parameters under zero.full_params()"
@@ -183,10 +185,10 @@ class Unit:
                     f"{self.name} by what requires a gradient: set requires_grad first, then wrap"
                 )
 
-    def cut(self, owned: torch.Tensor, rank: int | None = None) -> list[tuple[int, torch.Tensor]]:
+    def cut(self, owned: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """owned, (P) or a slice (S) -> [(group, view)], one for each group that reaches into it."""
-        rank = self.rank if rank is None else rank
-        begin, end = (0, self.P) if owned.numel() == self.P else (rank * self.S, (rank + 1) * self.S)
+        begin = 0 if owned.numel() == self.P else self.rank * self.S
+        end = begin + owned.numel()
         pieces = []
         for group in sorted(set(self.groups)):
             first = self.groups.index(group)
@@ -196,48 +198,3 @@ class Unit:
             if low < high:
                 pieces.append((group, owned[low - begin : high - begin]))
         return pieces
-
-
-def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated blocks: the children of the outermost ModuleLists and Sequentials.
-
-    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    >>> [name for name, _ in find_blocks(model)]
-    ['0', '2']
-    """
-    found: list[tuple[str, nn.Module]] = []
-
-    def look(module: nn.Module, prefix: str) -> None:
-        for name, child in module.named_children():
-            if isinstance(module, (nn.ModuleList, nn.Sequential)):
-                if any(True for _ in child.parameters()) and all(child is not block for _, block in found):
-                    found.append((prefix + name, child))
-            else:
-                look(child, f"{prefix}{name}.")
-
-    look(model, "")
-    return found
-
-
-def make_units(model: nn.Module, blocks: list[tuple[str, nn.Module]], group_of: dict, rank: int, world_size: int):
-    """The root's unit first, then one for each block, in order; frozen parameters apart.
-
-    `group_of` maps id(parameter) to its param group; a frozen parameter need not be in it. A
-    parameter that two blocks share, or a block and the root, belongs to the root, once.
-    """
-    owner: dict[int, nn.Module] = {}
-    inside = {id(module): block for _, block in blocks for module in block.modules()}
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
-            home = inside.get(id(module), model)
-            owner[id(param)] = home if owner.get(id(param), home) is home else model
-    units = []
-    for name, module in [("root", model), *((name, block) for name, block in blocks if block is not model)]:
-        mine = [(n, p) for n, p in model.named_parameters() if owner[id(p)] is module]
-        for trainable in (True, False):
-            chosen = [(group_of.get(id(p), 0), n, p) for n, p in mine if p.requires_grad is trainable]
-            if chosen:
-                groups, names, params = zip(*sorted(chosen, key=lambda entry: entry[0]))
-                label = name if trainable else f"{name} (frozen)"
-                units.append(Unit(label, module, list(names), list(params), list(groups), rank, world_size))
-    return units

@@ -1,9 +1,11 @@
-"""How the script of moments is tied to a model: four hooks a unit, and nothing else.
+"""How the script of moments is tied to a model and its optimizer.
 
+    the model's forward pre-hook and hook   before_model; inputs cast on the way in, outputs on the way out
     forward pre-hook of a unit's module     before_forward
     forward hook                            after_forward; hooks every output that needs a gradient
     the first of those outputs' gradients   before_backward: backward enters the unit at its end
     end of the outermost backward           after_backward
+    the optimizer's step hooks              before_step, after_step
 
 A unit's output may be a tensor, or tuples, lists, dicts and dataclasses of tensors: full-backward
 hooks of modules see only the first two, and stay silent for the rest. A recompute (activation
@@ -33,7 +35,7 @@ class Hooks:
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._enter_forward, unit), prepend=True)
         self.model.register_forward_pre_hook(self._start, prepend=True, with_kwargs=True)
-        self.model.register_forward_hook(self._end)
+        self.model.register_forward_hook(self._end)  # first, so that the root's outputs are those that were cast
         for unit in self.units:
             unit.module.register_forward_hook(partial(self._leave_forward, unit))
 
@@ -87,6 +89,40 @@ class Hooks:
             self.in_backward, self.collecting = True, torch.autograd._is_checkpoint_valid()
             self.unsent = list(self.trainable) if self.collecting else []
             torch.autograd.Variable._execution_engine.queue_callback(torch.no_grad()(self.after_backward))
+
+
+def hook_optimizer(zero: Hooks) -> None:
+    """Let step() and zero_grad() run the script's moments; let what would mislead, raise."""
+    optimizer = zero.optimizer
+
+    def before_step(_, args, kwargs):
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None:
+            zero.before_step()
+            return None
+
+        def closure_then_means():
+            loss = closure()
+            zero.before_step()
+            return loss
+
+        return (args[0], closure_then_means), {}
+
+    def only_shards(*_):
+        raise RuntimeError(
+            "the optimizer holds this rank's shards, so its own state_dict is no whole state: "
+            "use zero.state_dict() and zero.load_state_dict()"
+        )
+
+    def no_new_groups(*_):
+        raise RuntimeError("add_param_group: name every parameter before zeroify(); frozen ones may be in a group")
+
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(lambda *_: zero.after_step())
+    optimizer.register_state_dict_pre_hook(only_shards)
+    optimizer.register_load_state_dict_pre_hook(only_shards)
+    optimizer.add_param_group = no_new_groups
+    optimizer.zero_grad = zero.model.zero_grad = zero.zero_grad
 
 
 def backward_is_running() -> bool:

@@ -5,7 +5,8 @@ precision of the master copy, and carries changes back; `model.state_dict()` and
 `model.load_state_dict()` do so by themselves, for the module they are called on; `state_dict()`
 adds the optimizer's states under parameter names, so that any stage and any N can load them.
 
-All of it is collective: every rank has to call it. It costs one rank's memory for what is shown.
+All of it is collective: every rank has to call it, and then holds all that is shown, in the master's
+precision. To save a model, call `state_dict()` on every rank and write on one.
 What `model.state_dict()` returns is a snapshot (stage 0 in fp32 alone returns the live values, as
 torch does): to change parameters, use `load_state_dict` or `full_params`.
 
@@ -67,7 +68,10 @@ class Whole:
             mine = {}  # key -> number, or None where the key holds a value for each element
             for _, piece in unit.pieces:
                 for key, value in self.optimizer.state.get(piece, {}).items():
-                    mine[key] = None if is_elementwise(value, piece) else value
+                    if is_elementwise(value, piece):
+                        mine[key] = None
+                    else:
+                        mine[key] = value.cpu() if isinstance(value, torch.Tensor) else value
             keys = {key: value for ranks in self.comm.host_gather(mine) for key, value in ranks.items()}
             for key, value in keys.items():
                 if value is None:
@@ -111,9 +115,17 @@ class Whole:
                     owned = whole if unit.master.numel() == unit.P else unit.own(whole)
                     parts = [view.clone() for _, view in unit.cut(owned)]
                 else:
-                    parts = [example.clone() if isinstance(example, torch.Tensor) else example for _ in unit.pieces]
+                    parts = [self._place(example, group) for group, _ in unit.pieces]
                 for (_, piece), part in zip(unit.pieces, parts):
                     self.optimizer.state[piece][key] = part
+
+    def _place(self, value: object, group: int) -> object:
+        """A number of the optimizer's, such as Adam's step, where that group keeps it."""
+        options = self.optimizer.param_groups[group]
+        on_device = options.get("fused") or options.get("capturable")
+        if isinstance(value, torch.Tensor):
+            return value.clone().to(self.device if on_device else "cpu")
+        return value
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """(category, label, tensor) for everything that is kept alive here, views included."""

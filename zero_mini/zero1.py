@@ -9,11 +9,14 @@ unlike ddp.py:
   - own:             the optimizer sees this rank's slice of each unit, not the whole
   - reduce:          a rank needs the mean of its slice alone: reduce-scatter, half an all-reduce
   - publish:         each rank updated another slice: all-gather, the other half
-  - before_forward:  that gather hides behind the forward of the units before, and is waited for here
+  - before_forward:  all gathers start at the end of the step; each is waited for only here, so it
+                     hides behind the forward of the units before (the root's comes first, and cannot)
+  - before_step:     a gather that no forward waited for must end before its values change
+  - partial_norms:   for clipping, ranks tell each other their slices' norms
 
     time -->     forward           backward                          step
     compute      u0 u1 u2          u2      u1      u0                update own 1/N
-    wire       g0 g1 g2  <-new             r2      r1      r0  <-half
+    wire       ..g1 g2   <-new             r2      r1      r0  <-half      g0 g1..
     memory       parameters ####   gradients grow to ####            optimizer #... <-new
 
 Between the step and its unit's next forward a parameter reads as NaN: its new values may still be
@@ -55,12 +58,14 @@ class Zero1(DDP):
             shard.copy_(unit.master)
         self.arriving[unit] = self.comm.all_gather(unit.full, shard, unit.name)
         unit.rest()
+        unit.note_versions()
 
     def before_forward(self, unit: Unit) -> None:
         """First use since the step: the new values must have arrived."""
         work = self.arriving.pop(unit, None)
         if work is not None:
             work.wait()
+            unit.check_untouched(at_rest=True)
             unit.show(unit.views(unit.full))
 
     def before_step(self) -> None:

@@ -7,7 +7,8 @@ Source: arXiv 1910.02054, section 5.2 (memory) and 7.2.1 (volume).
 
 unlike zero1.py:
   - reduce:   the mean goes to a new shard (S); the whole buffer (P) is freed once it was sent.
-              At most two are on the wire at a time, so gradients never take more than that
+              At most two are on the wire at a time; beside them are only the unit being collected,
+              the one in backward and the root's (more only if a unit holds back those after it)
   - no_sync:  changes nothing, since holding whole gradients back would undo the saving: every
               micro-batch is reduced, and added to the shard in the master's precision
 

@@ -14,12 +14,14 @@ unlike zero2.py:
   - before_forward:   gather the unit into its slot; begin to gather the unit after it
   - before_backward:  the same once more, towards the front
   - publish:          nothing to send; what the slots hold is out of date
+  - after_forward:    its turn over, a unit's parameters read as NaN, never as the slot's next holder
+  - on_grad:          raises if a gradient cannot be true, because the slot held another unit
 
     time -->     forward           backward                          step
     compute         u0 u1 u2       u2   u1   u0                      update own 1/N
     wire         g0 g1 g2               g0 r2   r1   r0
-    slot 0          u0    u2       u2   u2 u0   u0                   .
-    slot 1             u1 u1       u1   u1      .                    .
+    slot 0          u0    u2       u2   u0   u0                      until publish
+    slot 1             u1 u1       u1   u1   u1                      until publish
     memory       parameters two slots and 1/N; gradients as stage 2; optimizer #...
 
 Two slots are enough for one unit to compute while the next arrives. A unit always returns to the
@@ -71,26 +73,26 @@ class Zero3(Zero2):
     def own(self, unit: Unit, values: torch.Tensor) -> None:
         """A slice of the values; between turns the unit has no parameters at all."""
         unit.master = unit.own(values).clone()
-        unit.before = unit.after = None  # its neighbours in the order of the last forward
+        unit.previous = unit.following = None  # its neighbours in the order of the last forward
         unit.grads_when_vacated = 0
         unit.rest()
 
     def before_model(self) -> None:
-        """The order of units is learnt anew."""
+        """The order of the last forward stays as the guess for prefetching; after its last unit comes none."""
         super().before_model()
         for unit in self.last_used.values():
-            unit.after = None
+            unit.following = None
         self.last_used = {}
 
     def before_forward(self, unit: Unit) -> None:
         """Gather this unit, unless it is there; begin to gather the one that followed it last time."""
         self.gather(unit)
         if not self.in_backward and not unit.is_root:  # a recompute goes its own way
-            unit.before = self.last_used.get(unit.trainable)
-            if unit.before is not None:
-                unit.before.after = unit
+            unit.previous = self.last_used.get(unit.trainable)
+            if unit.previous is not None:
+                unit.previous.following = unit
             self.last_used[unit.trainable] = unit
-            self.prefetch(unit, unit.after)
+            self.prefetch(unit, unit.following)
 
     def after_forward(self, unit: Unit) -> None:
         """Its slot will hold another unit: reading its parameters from now on must not show that one's."""
@@ -107,7 +109,7 @@ class Zero3(Zero2):
         self.rest_all_but(unit.module)
         self.gather(unit)
         if not unit.is_root:
-            self.prefetch(unit, unit.before)  # ahead of the reductions that follow: it is needed sooner
+            self.prefetch(unit, unit.previous)  # ahead of the reductions that follow: it is needed sooner
         super().before_backward(unit)
 
     def on_grad(self, unit: Unit) -> None:

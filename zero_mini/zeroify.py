@@ -23,7 +23,8 @@ from torch import nn
 from zero_mini import checks
 from zero_mini.comm import Comm
 from zero_mini.ddp import DDP
-from zero_mini.flat import make_units
+from zero_mini.hooks import hook_optimizer
+from zero_mini.units import make_units
 from zero_mini.zero1 import Zero1
 from zero_mini.zero2 import Zero2
 from zero_mini.zero3 import Zero3
@@ -52,7 +53,7 @@ def zeroify(
     device       where to train; None: this rank's GPU if the group speaks NCCL, else where the
                  model is. A model on the CPU is moved one unit at a time.
     initialise   gives values to parameters that were built on the meta device, called as
-                 initialise(name, tensor) one unit at a time, so that no rank ever holds a whole model.
+                 initialise(name, tensor) one unit at a time, so that at stage 3 no rank ever holds a whole model.
     elementwise  vouches that an optimizer this package does not know updates each element by itself.
     group        the ranks that share the states; None: all of them.
 
@@ -75,37 +76,3 @@ def zeroify(
     zero.hook_state_dicts()
     hook_optimizer(zero)
     return zero
-
-
-def hook_optimizer(zero: DDP) -> None:
-    """Let step() and zero_grad() run the script's moments; let what would mislead, raise."""
-    optimizer = zero.optimizer
-
-    def before_step(_, args, kwargs):
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        if closure is None:
-            zero.before_step()
-            return None
-
-        def closure_then_means():
-            loss = closure()
-            zero.before_step()
-            return loss
-
-        return (args[0], closure_then_means), {}
-
-    def only_shards(*_):
-        raise RuntimeError(
-            "the optimizer holds this rank's shards, so its own state_dict is no whole state: "
-            "use zero.state_dict() and zero.load_state_dict()"
-        )
-
-    def no_new_groups(*_):
-        raise RuntimeError("add_param_group: name every parameter before zeroify(); frozen ones may be in a group")
-
-    optimizer.register_step_pre_hook(before_step)
-    optimizer.register_step_post_hook(lambda *_: zero.after_step())
-    optimizer.register_state_dict_pre_hook(only_shards)
-    optimizer.register_load_state_dict_pre_hook(only_shards)
-    optimizer.add_param_group = no_new_groups
-    optimizer.zero_grad = zero.model.zero_grad = zero.zero_grad

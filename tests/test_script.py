@@ -1,0 +1,110 @@
+"""Corners of the script of moments that models of the zoo do not reach."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_mini.zeroify import zeroify
+
+
+class Heads(nn.Module):
+    """Two heads, of which a forward uses one; their list has a name that begins with "root"."""
+
+    def __init__(self):
+        super().__init__()
+        self.roots = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
+
+    def forward(self, x, head):
+        return self.roots[head](x)
+
+
+def two_backwards_one_step(stage):
+    torch.manual_seed(0)
+    model = Heads()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    zeroify(model, optimizer, stage=stage)
+    x = torch.ones(2, 3) * (1 + dist.get_rank())
+    for head in (0, 1):
+        model(x, head).sum().backward()
+    optimizer.step()
+    return {name: (value - before[name]).unique().tolist() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_second_backward_that_leaves_a_unit_out_keeps_what_the_first_one_brought(ranks, stage):
+    for moved in ranks(2).run(two_backwards_one_step, stage):
+        for head in (0, 1):
+            assert moved[f"roots.{head}.weight"] == pytest.approx([-3.0])  # 2 rows of mean 1.5
+            assert moved[f"roots.{head}.bias"] == pytest.approx([-2.0])
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x, skip):
+        for index, block in enumerate(self.blocks):
+            x = x if skip and index == 1 else block(x)
+        return x
+
+
+def skip_a_block_under_no_sync(stage):
+    torch.manual_seed(0)
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    zero = zeroify(model, optimizer, stage=stage, dtype=torch.bfloat16)
+    with zero.no_sync():
+        model(torch.ones(2, 3), skip=dist.get_rank() == 1).sum().backward()
+    model(torch.ones(2, 3), skip=False).sum().backward()
+    sizes = [call.itemsize for call in zero.comm.calls]
+    optimizer.step()
+    return sizes, torch.cat([value.flatten() for value in model.state_dict().values()])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_send_gradients_of_one_dtype_also_if_one_of_them_skipped_a_block(ranks, stage):
+    (sizes, first), (other_sizes, other) = ranks(2).run(skip_a_block_under_no_sync, stage)
+    assert sizes == other_sizes
+    assert torch.equal(first, other) and first.isfinite().all()
+
+
+def pairs_of_four(stage):
+    """Ranks 0, 1 and ranks 2, 3 train apart."""
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroify(model, optimizer, stage=stage, group=group)
+    model(torch.full((2, 4), float(dist.get_rank()))).sum().backward()
+    optimizer.step()
+    return model.state_dict()["0.weight"].sum().item()
+
+
+def test_groups_of_ranks_train_apart(ranks):
+    a, b, c, d = ranks(4).run(pairs_of_four, 2)
+    assert a == b != c == d
+
+
+def changed_at_rest(stage):
+    torch.manual_seed(0)
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    zeroify(model, optimizer, stage=stage)
+    model(torch.ones(2, 3), skip=False).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    try:
+        nn.init.zeros_(model.blocks[0].weight)  # between the step and the next forward
+        model(torch.ones(2, 3), skip=False).sum().backward()
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_write_that_nothing_can_follow_raises(ranks, stage):
+    for said in ranks(2).run(changed_at_rest, stage):
+        assert "blocks.0.weight was changed in place" in said and "full_params" in said
