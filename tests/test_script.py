@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero_mini.comm import Comm
 from zero_mini.zeroify import zeroify
 
 
@@ -108,3 +109,25 @@ def changed_at_rest(stage):
 def test_a_write_that_nothing_can_follow_raises(ranks, stage):
     for said in ranks(2).run(changed_at_rest, stage):
         assert "blocks.0.weight was changed in place" in said and "full_params" in said
+
+
+def late_peer():
+    comm = Comm()
+
+    class Refused:
+        def wait(self):
+            raise RuntimeError("Timed out waiting 60000ms for recv operation to complete\nand a long C++ trace")
+
+    buffer = torch.zeros(8)
+    comm.steps = 12
+    work = comm._launched("reduce_scatter", "blocks.3", buffer, Refused())
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_collective_that_fails_says_which_it_was_where_and_when(ranks):
+    for rank, said in enumerate(ranks(2).run(late_peer)):
+        assert said.startswith(f"reduce_scatter of blocks.3, number 1 of step 12 on rank {rank}, did not complete")
+        assert said.endswith("(Timed out waiting 60000ms for recv operation to complete)")

@@ -53,6 +53,26 @@ class Call:
         return passes * self.numel * (world_size - 1) / world_size
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A collective under way."""
+
+    work: dist.Work
+    call: Call
+    place: str  # where in the run it was launched
+
+    def wait(self) -> None:
+        """Return when it is done; on NCCL, when the current stream knows to wait for it."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise RuntimeError(
+                f"{self.call.kind} of {self.call.unit}, {self.place}, did not complete: another rank is late, "
+                f"has died or launched something else ({reason})"
+            ) from error
+
+
 class Comm:
     """The collectives of one process group.
 
@@ -81,30 +101,30 @@ class Comm:
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-    def all_reduce(self, buffer: torch.Tensor, unit: str) -> dist.Work:
+    def all_reduce(self, buffer: torch.Tensor, unit: str) -> Launched:
         """buffer (P) <- its mean over ranks, on every rank."""
         op = self._prepare_mean(buffer)
-        self._record("all_reduce", unit, buffer)
-        return dist.all_reduce(buffer, op=op, group=self.group, async_op=True)
+        work = dist.all_reduce(buffer, op=op, group=self.group, async_op=True)
+        return self._launched("all_reduce", unit, buffer, work)
 
-    def reduce_scatter(self, shard: torch.Tensor, buffer: torch.Tensor, unit: str) -> dist.Work:
+    def reduce_scatter(self, shard: torch.Tensor, buffer: torch.Tensor, unit: str) -> Launched:
         """shard (S = P/N) <- slice `rank` of the mean of buffer (P), which is used up.
 
         `shard` may be that very slice of `buffer`. Keep `buffer` until the work is waited for.
         """
         op = self._prepare_mean(buffer)
-        self._record("reduce_scatter", unit, buffer)
-        return self._reduce_scatter(shard, buffer, op=op, group=self.group, async_op=True)
+        work = self._reduce_scatter(shard, buffer, op=op, group=self.group, async_op=True)
+        return self._launched("reduce_scatter", unit, buffer, work)
 
-    def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, unit: str) -> dist.Work:
+    def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, unit: str) -> Launched:
         """buffer (P) <- the ranks' shards (S) in rank order; `shard` may be a slice of `buffer`."""
-        self._record("all_gather", unit, buffer)
-        return self._all_gather(buffer, shard, group=self.group, async_op=True)
+        work = self._all_gather(buffer, shard, group=self.group, async_op=True)
+        return self._launched("all_gather", unit, buffer, work)
 
-    def broadcast(self, buffer: torch.Tensor, unit: str) -> dist.Work:
+    def broadcast(self, buffer: torch.Tensor, unit: str) -> Launched:
         """buffer <- rank 0's, on every rank."""
-        self._record("broadcast", unit, buffer)
-        return dist.broadcast(buffer, group=self.group, group_src=0, async_op=True)
+        work = dist.broadcast(buffer, group=self.group, group_src=0, async_op=True)
+        return self._launched("broadcast", unit, buffer, work)
 
     def host_gather(self, value: object) -> list:
         """Every rank's `value` (anything that pickles, without GPU tensors), in rank order."""
@@ -147,8 +167,9 @@ class Comm:
         buffer.mul_(1 / self.world_size)  # before the sum, as torch DDP does: sums cannot overflow
         return dist.ReduceOp.SUM
 
-    def _record(self, kind: str, unit: str, buffer: torch.Tensor) -> None:
+    def _launched(self, kind: str, unit: str, buffer: torch.Tensor, work: dist.Work) -> Launched:
         call = Call(kind, unit, buffer.numel(), buffer.element_size())
         if self.recording:
             self.calls.append(call)
         self.digest = zlib.crc32(f"{kind} {unit} {call.numel} {call.itemsize}".encode(), self.digest)
+        return Launched(work, call, f"number {len(self.calls)} of step {self.steps} on rank {self.rank}")

@@ -66,10 +66,8 @@ class DDP(Hooks, Whole):
         self.dtype, self.master_dtype = dtype, units[0].params[0].dtype
         self.mixed = self.dtype != self.master_dtype
         self.trainable = [unit for unit in units if unit.trainable]
-        self.entered: list[Unit] = []  # units backward has reached and not yet left
-        self.unsent: list[Unit] = []  # units whose reduction this backward still owes
-        self.ready: set[Unit] = set()
-        self.in_backward = self.collecting = False
+        self.forget_backward()
+        self.collecting = False
         self.syncing = True
         self.showing_whole = False
         self.buffers_due = True
@@ -104,7 +102,7 @@ class DDP(Hooks, Whole):
     @torch.no_grad()
     def before_model(self) -> None:
         """A forward of the whole model begins: forget what the last one left, also if it raised."""
-        self.entered, self.unsent, self.ready, self.in_backward = [], [], set(), False
+        self.forget_backward()
         for unit in self.units:
             unit.outstanding = 0
         if self.buffers_due:
@@ -149,7 +147,7 @@ class DDP(Hooks, Whole):
         if unit.own_grad is None:
             unit.own_grad = result
         else:  # a further micro-batch: sums are kept in the master's precision
-            unit.own_grad = unit.own_grad.to(self.master_dtype, copy=result.dtype == self.master_dtype).add_(result)
+            unit.own_grad = unit.own_grad.to(self.master_dtype) + result
 
     def after_backward(self) -> None:
         """The end of the outermost backward: nothing may be left behind."""
@@ -175,7 +173,7 @@ class DDP(Hooks, Whole):
             for unit in self.trainable:  # until the step: nobody may take "no gradient yet" for "none"
                 for _, piece in unit.pieces:
                     piece.grad = self.nothing.expand(piece.shape)
-        self.entered, self.unsent, self.ready, self.in_backward = [], [], set(), False
+        self.forget_backward()
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -219,7 +217,7 @@ class DDP(Hooks, Whole):
 
     def replace(self, unit: Unit, values: torch.Tensor) -> None:
         """Other values (P), the same on all ranks, from outside the script: keep what is kept of them."""
-        unit.master.copy_(values if unit.master.numel() == unit.P else unit.own(values))
+        unit.master.copy_(unit.kept(values))
         if unit.full is not None:
             unit.full.copy_(values)
 
@@ -285,6 +283,13 @@ class DDP(Hooks, Whole):
             unit.pieces = [(group, nn.Parameter(view)) for group, view in unit.cut(unit.master)]
             for group, piece in unit.pieces:
                 groups[group]["params"].append(piece)
+
+    def forget_backward(self) -> None:
+        """No backward is running: it has ended, or failed."""
+        self.in_backward = False
+        self.entered: list[Unit] = []  # units backward has reached and not yet left
+        self.unsent: list[Unit] = []  # units whose reduction this backward still owes
+        self.ready: set[Unit] = set()  # those of them whose gradients have been collected
 
     def _send(self, unit: Unit) -> None:
         self.finish(unit)  # an earlier micro-batch's

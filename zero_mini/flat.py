@@ -98,6 +98,10 @@ class Unit:
         rank = self.rank if rank is None else rank
         return buffer[rank * self.S : (rank + 1) * self.S]
 
+    def kept(self, values: torch.Tensor) -> torch.Tensor:
+        """values (P) -> the part of them that the master has: all, or this rank's slice; a view."""
+        return values if self.master.numel() == self.P else self.own(values)
+
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """buffer (P) -> one view a parameter, in its own shape."""
         start = buffer.storage_offset()

@@ -78,7 +78,8 @@ class Hooks:
             raise RuntimeError("backward(create_graph=True) is not supported: gradients are reduced away")
         this_backward = torch._C._current_graph_task_id()
         if entered_in != [this_backward]:
-            unit.outstanding = max(0, unit.outstanding - (not entered_in))
+            if not entered_in:  # the first backward through this call; with retain_graph there may be more
+                unit.outstanding = max(0, unit.outstanding - 1)
             entered_in[:] = [this_backward]
             self._begin_backward()
             self.before_backward(unit)

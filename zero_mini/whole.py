@@ -53,7 +53,7 @@ class Whole:
                         buffer = torch.empty(unit.P, dtype=self.master_dtype, device=self.device)
                         unit.fill(buffer, [grad_of(param) for param in unit.params])
                         self.comm.broadcast(buffer, unit.name).wait()
-                        unit.own_grad.copy_(buffer if unit.own_grad.numel() == unit.P else unit.own(buffer))
+                        unit.own_grad.copy_(unit.kept(buffer))
                         for param in unit.params:
                             set_grad(param, None)
 
@@ -112,8 +112,7 @@ class Whole:
                 if isinstance(example, torch.Tensor) and example.shape == unit.shapes[0]:
                     buffer = torch.empty(unit.P, dtype=self.master_dtype, device=self.device)
                     whole = unit.fill(buffer, [entry[key] for entry in entries])
-                    owned = whole if unit.master.numel() == unit.P else unit.own(whole)
-                    parts = [view.clone() for _, view in unit.cut(owned)]
+                    parts = [view.clone() for _, view in unit.cut(unit.kept(whole))]
                 else:
                     parts = [self._place(example, group) for group, _ in unit.pieces]
                 for (_, piece), part in zip(unit.pieces, parts):

@@ -27,6 +27,7 @@ Left out: gradients are kept whole although a rank uses 1/N of them. That is sta
 
 import torch
 
+from zero_mini.comm import Launched
 from zero_mini.ddp import DDP
 from zero_mini.flat import Unit
 
@@ -38,7 +39,7 @@ class Zero1(DDP):
 
     def allocate(self) -> None:
         """Nothing to allocate; `arriving` holds each unit's all-gather under way."""
-        self.arriving: dict[Unit, torch.distributed.Work] = {}
+        self.arriving: dict[Unit, Launched] = {}
 
     def own(self, unit: Unit, values: torch.Tensor) -> None:
         """A slice. Without mixed precision it is a view of the parameters themselves."""

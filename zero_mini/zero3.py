@@ -35,6 +35,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zero_mini.comm import Launched
 from zero_mini.flat import Unit
 from zero_mini.zero2 import Zero2
 
@@ -45,7 +46,7 @@ class Slot:
 
     buffer: torch.Tensor
     holder: Unit | None = None
-    arriving: torch.distributed.Work | None = None  # the holder's all-gather, not waited for yet
+    arriving: Launched | None = None  # the holder's all-gather, not waited for yet
 
 
 class Zero3(Zero2):
