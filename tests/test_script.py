@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_mini.comm import Comm
+from zero_mini.memory import walk
 from zero_mini.zeroify import zeroify
 
 
@@ -131,3 +132,56 @@ def test_a_collective_that_fails_says_which_it_was_where_and_when(ranks):
     for rank, said in enumerate(ranks(2).run(late_peer)):
         assert said.startswith(f"reduce_scatter of blocks.3, number 1 of step 12 on rank {rank}, did not complete")
         assert said.endswith("(Timed out waiting 60000ms for recv operation to complete)")
+
+
+class Scaled(nn.Module):
+    """Its first parameter is 0-dim, as Adam's step is."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x * self.scale * self.weight
+
+
+def save_and_load(stage):
+    def trained(steps, state=None):
+        model = nn.Sequential(Scaled(), Scaled())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        zero = zeroify(model, optimizer, stage=stage)
+        if state:
+            zero.load_state_dict(state)
+        for _ in range(steps):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return zero
+
+    straight, resumed = trained(4), trained(2, trained(2).state_dict())
+    same = all(
+        torch.equal(a, b) for a, b in zip(straight.model.state_dict().values(), resumed.model.state_dict().values())
+    )
+    return same, {tuple(state["step"].shape) for state in resumed.optimizer.state.values()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_is_not_taken_for_the_momentum_of_a_0_dim_parameter(ranks, stage):
+    assert ranks(2).run(save_and_load, stage) == [(True, {()})] * 2
+
+
+def handle_says(stage):
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    zero = zeroify(model, optimizer, stage=stage)
+    model(torch.ones(2, 3), skip=False).sum().backward()
+    held = zero.memory()
+    optimizer.step()
+    return held == walk(zero), [call.unit for call in zero.ledger if "reduce" in call.kind]
+
+
+def test_the_handle_tells_its_memory_and_its_ledger(ranks):
+    for _, reduced in ranks(2).run(handle_says, 2):
+        assert reduced == ["blocks.2", "blocks.1", "blocks.0"]
+    assert ranks(2).run(handle_says, 0)[0][0]  # nothing comes or goes in the step there

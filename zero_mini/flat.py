@@ -131,8 +131,6 @@ class Unit:
         1.0 adds up to 256). A parameter without a gradient counts as zero.
         """
         grads = [grad_of(param) for param in self.params]
-        if any(grad is not None and grad.requires_grad for grad in grads):
-            raise RuntimeError(f"{self.name}: backward(create_graph=True) is not supported: gradients are reduced away")
         if self.grad is None:
             self.grad = torch.empty(self.P, dtype=self.params[0].dtype, device=self.params[0].device)
             self.fill(self.grad, grads)

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from zero_mini import memory, text, zeroify
+from zero_mini import text, zeroify
 from zero_mini.comm import Call
 from zero_mini.ddp import DDP
 from zero_mini.gpt import GPT, PRESETS, GPTConfig, generate, init_weight, param_groups, parameter_count
@@ -172,7 +172,7 @@ def fit(zero: DDP, scheduler, options: Options, job: Job, folder: Folder) -> tup
             reading = step % options.log_every == 0 or step == options.steps
             loss = accumulate(zero, next(job.stream), job.device)
             if reading:
-                held_bytes = memory.walk(zero)  # now, as the paper counts: clipping copies 16-bit gradients to fp32
+                held_bytes = zero.memory()  # now, as the paper counts: clipping copies 16-bit gradients to fp32
             norm = zero.clip_grad_norm_(options.clip)
             lr = scheduler.get_last_lr()[0]
             zero.optimizer.step()
@@ -189,9 +189,9 @@ def fit(zero: DDP, scheduler, options: Options, job: Job, folder: Folder) -> tup
                 if job.device.type == "cuda":  # torch counts what the CPU allocates nowhere
                     most_bytes = torch.cuda.max_memory_allocated(job.device)
                 bar.set_postfix_str(f"loss {loss:.3f}, {readable(speed, '')} tokens/s, {readable(most_bytes)}")
-                costs = {"memory_bytes": most_bytes, "wire_bytes": sent_bytes(zero.comm.last_step, zero.world_size)}
+                costs = {"memory_bytes": most_bytes, "wire_bytes": sent_bytes(zero.ledger, zero.world_size)}
                 folder.note(step=step, loss=loss, lr=lr, grad_norm=norm, tokens_per_s=speed, **costs)
-    return held_bytes, zero.comm.last_step
+    return held_bytes, zero.ledger
 
 
 def accumulate(zero: DDP, micro_batches: list[text.Batch], device: torch.device) -> torch.Tensor:

@@ -20,9 +20,11 @@ from functools import partial
 import torch
 from torch import nn
 
+from zero_mini.comm import Call
 from zero_mini.flat import Unit
 from zero_mini.held import NO_COPY, grad_of, set_grad
 from zero_mini.hooks import backward_is_running
+from zero_mini.memory import walk
 
 
 class Whole:
@@ -106,10 +108,18 @@ class Whole:
     def load_optimizer_states(self, states: dict[str, dict]) -> None:
         """name -> key -> tensor or number, whole -> the states of this rank's pieces."""
         self.optimizer.state.clear()
+        shapes = {name: shape for unit in self.trainable for name, shape in zip(unit.names, unit.shapes)}
+        # One parameter does not tell: where it is 0-dim, a momentum looks like a step.
+        one_for_all = {
+            key
+            for name, shape in shapes.items()
+            for key, value in states.get(name, {}).items()
+            if not isinstance(value, torch.Tensor) or value.shape != shape
+        }
         for unit in self.trainable if states else []:
             entries = [states[name] for name in unit.names]
             for key, example in entries[0].items():
-                if isinstance(example, torch.Tensor) and example.shape == unit.shapes[0]:
+                if key not in one_for_all:
                     buffer = torch.empty(unit.P, dtype=self.master_dtype, device=self.device)
                     whole = unit.fill(buffer, [entry[key] for entry in entries])
                     parts = [view.clone() for _, view in unit.cut(unit.kept(whole))]
@@ -125,6 +135,15 @@ class Whole:
         if isinstance(value, torch.Tensor):
             return value.clone().to(self.device if on_device else "cpu")
         return value
+
+    @property
+    def ledger(self) -> list[Call]:
+        """Every collective of the last whole step, in order."""
+        return self.comm.last_step
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that are kept alive here now, by category (`memory.walk`)."""
+        return walk(self)
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """(category, label, tensor) for everything that is kept alive here, views included."""

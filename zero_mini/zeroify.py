@@ -58,7 +58,7 @@ def zeroify(
     group        the ranks that share the states; None: all of them.
 
     Every rank must call it with the same model; rank 0's values are taken. Returns the handle:
-    clip_grad_norm_, no_sync, full_params, state_dict, load_state_dict. ValueError or RuntimeError,
+    clip_grad_norm_, no_sync, full_params, state_dict, load_state_dict, memory, ledger. ValueError or RuntimeError,
     on every rank, if this model and optimizer cannot be trained so.
     """
     checks.check_process_group()
