@@ -2,10 +2,13 @@
 
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import cloudpickle
 import pytest
+import torch
 
 from zero_mini.ranks import Ranks
 
@@ -15,6 +18,33 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     """`ranks(n)` is the pool of n ranks that all tests share: `ranks(2).run(function, ...)`."""
     with contextlib.ExitStack() as pools:
         yield functools.cache(lambda n: pools.enter_context(Ranks(n)))
+
+
+@pytest.fixture(scope="module")
+def nccl():
+    """Two ranks, one GPU each."""
+    with Ranks(2, backend="nccl", timeout_s=240) as pool:
+        yield pool
+
+
+@pytest.fixture
+def record(request):
+    """record(name, value): keep what was measured in a JSON file of its own, if --record says where."""
+
+    def keep(name: str, value: object) -> None:
+        if folder := request.config.getoption("--record"):
+            machine = {
+                "card": torch.cuda.get_device_name(0),
+                "cards": 2,
+                "torch": torch.__version__,
+                "cuda": torch.version.cuda,
+                "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            }
+            path = Path(folder) / f"{name}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"machine": machine, name: value}, indent=1) + "\n")
+
+    return keep
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from zero_mini.units import merge_blocks
 from zero_mini.zeroify import zeroify
 
 B, D_IN, D, D_OUT = 3, 5, 6, 3  # rows a rank, widths
@@ -612,6 +613,7 @@ class Loop:
     dtype: torch.dtype = torch.float32  # of the parameters
     compute_dtype: torch.dtype | None = None
     units: tuple[str, ...] | None = None  # names of modules, instead of the repeated blocks
+    merge: int = 0  # units of several blocks, of that many parameters at least
 
 
 @dataclass
@@ -634,6 +636,7 @@ class Stage:
     def __init__(self, case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, loop: Loop, stage: int):
         self.model, self.module, self.optimizer = model, model, optimizer
         units = None if loop.units is None else [model.get_submodule(name) for name in loop.units]
+        units = merge_blocks(model, loop.merge) if loop.merge else units
         self.zero = zeroify(model, optimizer, stage=stage, dtype=loop.compute_dtype, units=units)
         self.shares = [dist.get_rank()]
         self.no_sync = self.zero.no_sync

@@ -17,40 +17,12 @@ from models import RARE, ZOO, Loop, parity
 
 from zero_mini.gpt import GPT, PRESETS, parameter_count
 from zero_mini.memory import model_state_bytes, walk
-from zero_mini.ranks import Ranks
 from zero_mini.zeroify import zeroify
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two GPUs, has {torch.cuda.device_count()}"),
 ]
-
-
-@pytest.fixture(scope="module")
-def nccl():
-    """Two ranks, one GPU each."""
-    with Ranks(2, backend="nccl", timeout_s=240) as pool:
-        yield pool
-
-
-@pytest.fixture
-def record(request):
-    """record(name, value): keep what was measured in a JSON file of its own, if --record says where."""
-
-    def keep(name: str, value: object) -> None:
-        if folder := request.config.getoption("--record"):
-            machine = {
-                "card": torch.cuda.get_device_name(0),
-                "cards": 2,
-                "torch": torch.__version__,
-                "cuda": torch.version.cuda,
-                "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            }
-            path = Path(folder) / f"{name}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"machine": machine, name: value}, indent=1) + "\n")
-
-    return keep
 
 
 def parities(cases: list[tuple[str, Loop]]) -> dict[str, list[str]]:

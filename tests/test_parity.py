@@ -83,6 +83,12 @@ def test_every_stage_trains_as_torch_ddp_does(ranks, name, optimizer, world_size
     assert agree(ranks(world_size).run(parity, EVERY_MODEL[name], Loop(optimizer)))
 
 
+@pytest.mark.parametrize("name", ZOO)
+def test_units_of_several_blocks_train_as_torch_ddp_does(ranks, name):
+    for merge in (30, 300):
+        assert not any(ranks(2).run(parity, ZOO[name], Loop("SGD", steps=2, merge=merge)))
+
+
 @pytest.mark.parametrize("name", RARE)
 def test_every_stage_trains_rare_models_as_torch_ddp_does(ranks, name):
     assert agree(ranks(2).run(parity, EVERY_MODEL[name], Loop("SGD")))

@@ -90,7 +90,7 @@ def test_groups_of_ranks_train_apart(ranks):
     assert a == b != c == d
 
 
-def changed_at_rest(stage):
+def changed_at_rest(stage, through_data):
     torch.manual_seed(0)
     model = Chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -99,16 +99,18 @@ def changed_at_rest(stage):
     optimizer.step()
     optimizer.zero_grad()
     try:
-        nn.init.zeros_(model.blocks[0].weight)  # between the step and the next forward
+        weight = model.blocks[0].weight  # between the step and the next forward
+        nn.init.zeros_(weight.data if through_data else weight)
         model(torch.ones(2, 3), skip=False).sum().backward()
         optimizer.step()
     except RuntimeError as error:
         return str(error)
 
 
+@pytest.mark.parametrize("through_data", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_write_that_nothing_can_follow_raises(ranks, stage):
-    for said in ranks(2).run(changed_at_rest, stage):
+def test_a_write_that_nothing_can_follow_raises(ranks, stage, through_data):
+    for said in ranks(2).run(changed_at_rest, stage, through_data):
         assert "blocks.0.weight was changed in place" in said and "full_params" in said
 
 

@@ -28,6 +28,10 @@ def check_process_group() -> None:
         )
 
 
+def as_list(unit: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    return [unit] if isinstance(unit, nn.Module) else list(unit)
+
+
 class Plan:
     """What one rank was asked to do: `reason` says why it cannot be, or is None."""
 
@@ -37,7 +41,7 @@ class Plan:
         optimizer: torch.optim.Optimizer,
         stage: int,
         dtype: torch.dtype | None,
-        units: Sequence[nn.Module] | None,
+        units: Sequence[nn.Module | Sequence[nn.Module]] | None,
         elementwise: bool,
         can_initialise: bool,
     ):
@@ -51,7 +55,8 @@ class Plan:
             or self.refuse_optimizer(elementwise)
         )
         if self.reason is None:
-            self.blocks = find_blocks(model) if units is None else [(self.names[id(unit)], unit) for unit in units]
+            blocks = [[block] for _, block in find_blocks(model)] if units is None else map(as_list, units)
+            self.blocks = [(" to ".join(self.names[id(m)] for m in dict.fromkeys((b[0], b[-1]))), b) for b in blocks]
             first = next(iter(self.params.values()))
             self.dtype, self.device = first.dtype, first.device
 
@@ -87,8 +92,11 @@ class Plan:
                 return f"{name}.weight produces sparse gradients ({kind}(sparse=True)); set sparse=False"
         return None
 
-    def refuse_units(self, units: Sequence[nn.Module] | None) -> str | None:
-        for index, unit in enumerate(units or ()):
+    def refuse_units(self, units: Sequence[nn.Module | Sequence[nn.Module]] | None) -> str | None:
+        if not all(as_list(unit) for unit in units or ()):
+            return "units: one of them is an empty list; leave it out"
+        units = [module for unit in units or () for module in as_list(unit)]
+        for index, unit in enumerate(units):
             if id(unit) not in self.names:
                 return f"units: {type(unit).__name__} is not a module of {type(self.model).__name__}"
             if any(unit is other for other in units[:index]):

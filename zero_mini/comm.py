@@ -26,6 +26,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from zero_mini import copy_engine
+
 
 @dataclass(frozen=True)
 class Call:
@@ -59,7 +61,7 @@ class Launched:
 
     work: dist.Work
     call: Call
-    place: str  # where in the run it was launched
+    place: tuple[int, int, int]  # the how manieth of which step, on which rank
 
     def wait(self) -> None:
         """Return when it is done; on NCCL, when the current stream knows to wait for it."""
@@ -67,9 +69,10 @@ class Launched:
             self.work.wait()
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
+            number, step, rank = self.place
             raise RuntimeError(
-                f"{self.call.kind} of {self.call.unit}, {self.place}, did not complete: another rank is late, "
-                f"has died or launched something else ({reason})"
+                f"{self.call.kind} of {self.call.unit}, number {number} of step {step} on rank {rank}, did not "
+                f"complete: another rank is late, has died or launched something else ({reason})"
             ) from error
 
 
@@ -89,17 +92,38 @@ class Comm:
         # behind collectives on the GPU nor be mistaken for one of them.
         ranks = dist.get_process_group_ranks(self.group)
         time_out = self.group._get_backend(torch.device("cuda" if self.averages else "cpu")).options._timeout
-        # Of a part of the ranks, those alone can be asked to take part in making it.
-        some = self.world_size < dist.get_world_size()
-        self.host_group = dist.new_group(ranks, backend="gloo", timeout=time_out, use_local_synchronization=some)
+        # Of a part of all ranks, those alone can be asked to take part in making it.
+        is_part = self.world_size < dist.get_world_size()
+        self.host_group = dist.new_group(ranks, backend="gloo", timeout=time_out, use_local_synchronization=is_part)
+        self.gathering, self.reachable = self.group, None  # until open_copy_engines()
+        self.is_part, self.time_out = is_part, time_out
         self.calls: list[Call] = []
         self.last_step: list[Call] = []
         self.steps = 0
         self.recording = True  # evaluation does not enter the ledger
+        self.seen: dict[tuple, tuple[Call, bytes]] = {}  # each call, and the bytes that stand for it in the digest
         self.digest = self.agreed = 0  # of everything launched so far; of what ranks have compared
         # torch 2.13 renamed the two flat collectives; 2.9 to 2.12 have the old names only.
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+    def open_copy_engines(self) -> None:
+        """From here on gathers take no part of the GPU from the computation, where that can be. Collective."""
+        hosts = self.host_gather(copy_engine.host_and_devices())
+        group = copy_engine.group_of_copiers(self.group, hosts, self.time_out, self.is_part)
+        if group is not None:
+            self.gathering, self.reachable = group, copy_engine.ReachableMemory(group)
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer (numel) that will be gathered for as long as training lasts."""
+        if self.reachable is None:
+            return torch.empty(numel, dtype=dtype, device=device)
+        return self.reachable.empty(numel, dtype)
+
+    def buffers_are_made(self) -> None:
+        """After the last `empty`. Collective."""
+        if self.reachable is not None:
+            self.reachable.register()
 
     def all_reduce(self, buffer: torch.Tensor, unit: str) -> Launched:
         """buffer (P) <- its mean over ranks, on every rank."""
@@ -118,7 +142,7 @@ class Comm:
 
     def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, unit: str) -> Launched:
         """buffer (P) <- the ranks' shards (S) in rank order; `shard` may be a slice of `buffer`."""
-        work = self._all_gather(buffer, shard, group=self.group, async_op=True)
+        work = self._all_gather(buffer, shard, group=self.gathering, async_op=True)
         return self._launched("all_gather", unit, buffer, work)
 
     def broadcast(self, buffer: torch.Tensor, unit: str) -> Launched:
@@ -168,8 +192,11 @@ class Comm:
         return dist.ReduceOp.SUM
 
     def _launched(self, kind: str, unit: str, buffer: torch.Tensor, work: dist.Work) -> Launched:
-        call = Call(kind, unit, buffer.numel(), buffer.element_size())
+        key = (kind, unit, buffer.numel(), buffer.element_size())
+        if key not in self.seen:
+            self.seen[key] = Call(*key), repr(key).encode()
+        call, name = self.seen[key]
         if self.recording:
             self.calls.append(call)
-        self.digest = zlib.crc32(f"{kind} {unit} {call.numel} {call.itemsize}".encode(), self.digest)
-        return Launched(work, call, f"number {len(self.calls)} of step {self.steps} on rank {self.rank}")
+        self.digest = zlib.crc32(name, self.digest)
+        return Launched(work, call, (len(self.calls), self.steps, self.rank))

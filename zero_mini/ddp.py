@@ -6,8 +6,8 @@ Source: arXiv 1910.02054, section 3.1 (memory) and 7.1 (volume); PyTorch DDP, ar
     wire, elements      2 Psi      = one all-reduce, times (N-1)/N
 
 The optimizer's 12 are an fp32 master copy, momentum and variance. In fp32 there is no master copy:
-4 parameters + 4 gradients + 8 optimizer. These are the bytes after backward; in the step of mixed
-precision the gradients that a rank updates with are fp32, 2 bytes more for each.
+4 parameters + 4 gradients + 8 optimizer. These are the bytes after backward. In the step of mixed
+precision gradients become fp32, 2 bytes more for each, unless one_pass.py knows the optimizer.
 
 All four stages follow one script, whose moments are the methods below. A stage is a class that
 overrides the moments it changes, and what follows from them:
@@ -18,9 +18,11 @@ overrides the moments it changes, and what follows from them:
     after_forward     a unit                 its parameters have been used
     before_backward   a unit                 its parameters are needed again
     on_grad           a unit                 backward has moved on: collect its gradients
+    send_ready        a unit, half-way       what was collected before goes on the wire
     reduce            a unit                 its gradients go on the wire
     after_backward    a backward             what has not been sent goes now
-    before_step       a step                 every mean has arrived
+    begin_step        a step                 update in one pass, or ...
+    before_step       a step                 ... every mean has arrived, for the optimizer to use
     after_step        a step                 every unit's new values are published
     publish           a unit                 the new values reach those who compute with them
 
@@ -34,6 +36,10 @@ did: reductions in reverse unit order, and a unit that is not ready holds back t
 to the end of the backward. And a unit is ready when backward has moved on to the next one, not
 when all its gradients exist: a parameter without a gradient on this rank counts as zero.
 
+It is sent when the next unit is half through its backward. A reduction holds some of the GPU's
+multiprocessors, and a matrix product that runs beside it waits for them; attention, which is what
+most transformers have half-way, minds less.
+
 Left out: gradients as views into the buffer (a copy saved), static-graph tricks, join() for ranks
 with unequal numbers of batches.
 """
@@ -44,6 +50,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from zero_mini import one_pass
 from zero_mini.comm import Comm
 from zero_mini.flat import Unit
 from zero_mini.held import HeldParameter, set_grad
@@ -71,6 +78,8 @@ class DDP(Hooks, Whole):
         self.syncing = True
         self.showing_whole = False
         self.buffers_due = True
+        self.coefficient: torch.Tensor | None = None  # of clipping, not multiplied in yet (0-dim)
+        self.published: set[Unit] = set()  # whose own part of `full` the step has written already
         self.allocate()
         for unit in units:  # one at a time: the peak is the final states plus two units
             unit.materialise(initialise, device)
@@ -81,8 +90,13 @@ class DDP(Hooks, Whole):
             unit.note_versions()
             for param in unit.params:
                 param.__class__, param.unit, param.grad = HeldParameter, unit, None
+        comm.buffers_are_made()
         self.nothing = torch.full((), float("nan"), dtype=self.master_dtype, device=device)
         model.to(device)  # what is left: buffers
+        self.buffers = [
+            (name, model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, _ in model.named_buffers()
+        ]
         self._sync_buffers()
         comm.end_step()
         self._point_optimizer_to_pieces()
@@ -116,19 +130,21 @@ class DDP(Hooks, Whole):
 
     def before_backward(self, unit: Unit) -> None:
         """Backward has reached the unit, so it has left the ones before."""
-        for left in [u for u in self.entered if u.module is not unit.module]:
+        for left in [u for u in self.entered if u.modules[0] is not unit.modules[0]]:
             if left.outstanding == 0 and not left.is_root:  # called again, or all around the others
                 self.on_grad(left)
         if unit not in self.entered:
             self.entered.append(unit)
 
     def on_grad(self, unit: Unit) -> None:
-        """The unit's gradients are complete: collect them; send what is next in order."""
+        """The unit's gradients are complete: collect them."""
         self.entered.remove(unit)
-        if not unit.trainable or not self.collecting:
-            return
-        unit.take_grads(self.master_dtype)
-        self.ready.add(unit)
+        if unit.trainable and self.collecting:
+            unit.take_grads(self.master_dtype)
+            self.ready.add(unit)
+
+    def send_ready(self) -> None:
+        """What has been collected goes on the wire, as far as it is next in order."""
         while self.syncing and self.unsent and self.unsent[-1] in self.ready:
             self._send(self.unsent.pop())
 
@@ -151,8 +167,10 @@ class DDP(Hooks, Whole):
 
     def after_backward(self) -> None:
         """The end of the outermost backward: nothing may be left behind."""
+        self.send_ready()
         for unit in list(self.entered):
             self.on_grad(unit)
+        self.send_ready()
         for unit in self.units:
             if unit.grads_arrived():
                 raise RuntimeError(
@@ -171,13 +189,31 @@ class DDP(Hooks, Whole):
             for unit in again:  # it came twice in one backward, as under re-entrant checkpointing
                 self._send(unit)
             for unit in self.trainable:  # until the step: nobody may take "no gradient yet" for "none"
-                for _, piece in unit.pieces:
-                    piece.grad = self.nothing.expand(piece.shape)
+                for (_, piece), unknown in zip(unit.pieces, unit.unknown):
+                    piece.grad = unknown
         self.forget_backward()
 
     @torch.no_grad()
     def before_step(self) -> None:
         """Every mean has arrived, in the master's dtype, as the pieces' .grad. May be called twice."""
+        self.collect_means()
+        for unit in self.trainable:
+            if unit.own_grad is not None:
+                unit.own_grad = unit.own_grad.to(self.master_dtype)
+                if self.coefficient is not None:
+                    unit.own_grad.mul_(self.coefficient)
+                for (_, piece), (_, grad) in zip(unit.pieces, unit.cut(unit.own_grad)):
+                    piece.grad = grad
+        self.coefficient = None
+
+    def collect_means(self) -> None:
+        """Wait for every mean."""
+        self.check_step()
+        for unit in self.units:
+            self.finish(unit)
+
+    def check_step(self) -> None:
+        """See that nothing but the script has brought a gradient or changed a parameter."""
         self.close_broken_calls()
         self.comm.agree()
         for unit in self.units:
@@ -188,28 +224,34 @@ class DDP(Hooks, Whole):
                     "backward did not pass through an output of the model; return tensors, and clone() an output "
                     "that is a view before changing it in place"
                 )
-            self.finish(unit)
             if unit.grad is not None:
                 raise RuntimeError(
                     f"step: gradients of {unit.name} were accumulated under no_sync() and never reduced; "
                     "run the last backward of a step outside no_sync()"
                 )
-            if unit.own_grad is not None:
-                unit.own_grad = unit.own_grad.to(self.master_dtype)
-                for (_, piece), (_, grad) in zip(unit.pieces, unit.cut(unit.own_grad)):
-                    piece.grad = grad
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """The optimizer's step has been called: hand it its gradients, or do what it would, in one pass."""
+        self.check_step()
+        if one_pass.suits(self):
+            one_pass.step(self)
+        else:
+            self.before_step()
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Publish every unit's new values, in the order in which the next forward needs them."""
         for unit in self.trainable:
+            if self.mixed and unit.full is not None and unit not in self.published:
+                unit.kept(unit.full).copy_(unit.master)
             self.publish(unit)
+        self.published.clear()
+        self.coefficient = None
         self.comm.end_step()
 
     def publish(self, unit: Unit) -> None:
-        """master -> full. Every rank of stage 0 updated the whole of it."""
-        if self.mixed:
-            unit.full.copy_(unit.master)
+        """The own part of `full` is new. At stage 0 that is all of it."""
 
     def restore(self, unit: Unit) -> None:
         """Let the parameters be what they are between turns, after they were something else."""
@@ -235,6 +277,7 @@ class DDP(Hooks, Whole):
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient, also those on their way. Stands in for both objects' zero_grad."""
+        self.coefficient = None
         for unit in self.units:
             self.finish(unit)
             zeros = torch.zeros_like(unit.master) if unit.holds_gradient and not set_to_none else None
@@ -251,12 +294,15 @@ class DDP(Hooks, Whole):
         Returns the norm before (0-dim, on the device): the same float on every rank and at every
         stage, since each sums the same N partial norms, one for a slice of every unit.
         """
-        self.before_step()
+        if self.coefficient is None:
+            self.collect_means()
+        else:  # clipped before
+            self.before_step()
         partials = self.partial_norms(norm_type)  # (N)
         total = torch.linalg.vector_norm(partials, norm_type)
-        grads = [piece.grad for unit in self.trainable for _, piece in unit.pieces if piece.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        self.coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        if not one_pass.suits(self):  # which multiplies as it reads
+            self.before_step()
         return total
 
     def partial_norms(self, norm_type: float) -> torch.Tensor:
@@ -271,7 +317,9 @@ class DDP(Hooks, Whole):
                 slices.append(unit.own(unit.own_grad, rank) if whole else unit.own_grad)
         if not slices:
             return torch.zeros((), dtype=self.master_dtype, device=self.device)
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(slices, norm_type)), norm_type)
+        return torch.linalg.vector_norm(
+            torch.stack(torch._foreach_norm(slices, norm_type, self.master_dtype)), norm_type
+        )
 
     # --- its own business -------------------------------------------------------------------
 
@@ -283,6 +331,9 @@ class DDP(Hooks, Whole):
             unit.pieces = [(group, nn.Parameter(view)) for group, view in unit.cut(unit.master)]
             for group, piece in unit.pieces:
                 groups[group]["params"].append(piece)
+            unit.unknown = [self.nothing.expand(piece.shape) for _, piece in unit.pieces]
+            if self.mixed and unit.full is not None:
+                unit.casts = [view for _, view in unit.cut(unit.kept(unit.full))]
 
     def forget_backward(self) -> None:
         """No backward is running: it has ended, or failed."""
@@ -297,6 +348,7 @@ class DDP(Hooks, Whole):
         unit.grad = None  # `reducing` keeps the buffer for as long as it is needed
 
     def _sync_buffers(self) -> None:
-        for name, buffer in self.model.named_buffers():
-            if buffer.numel():
+        for name, module, key in self.buffers:
+            buffer = module._buffers.get(key)  # it may have been replaced
+            if buffer is not None and buffer.numel():
                 self.comm.broadcast(buffer, name).wait()

@@ -29,10 +29,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch._utils import _flatten_dense_tensors
 
 from zero_mini.held import grad_of, set_grad
 
 ALIGN = 32  # elements: 128 bytes in fp32, 64 in bf16
+set_data = torch.Tensor.data.__set__  # gives a parameter other memory, and leaves its version counter alone
 
 
 def round_up(numel: int, multiple: int) -> int:
@@ -46,13 +48,13 @@ def round_up(numel: int, multiple: int) -> int:
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters of one module that are gathered, reduced and freed as one flat buffer.
+    """Parameters of one module, or a few, that are gathered, reduced and freed as one flat buffer.
 
     All of them need a gradient, or none does: a module with both makes two units.
     """
 
     name: str  # the module's name in the model; "root" for what belongs to no block
-    module: nn.Module  # whose forward and backward are the unit's turn
+    modules: tuple[nn.Module, ...]  # from the first one's forward to the last one's is the unit's turn
     names: list[str]
     params: list[nn.Parameter]
     groups: list[int]  # the optimizer's param group of each, ascending
@@ -64,9 +66,12 @@ class Unit:
     grad: torch.Tensor | None = None  # (P) this rank's gradients, not reduced yet
     own_grad: torch.Tensor | None = None  # shaped like master: the mean over ranks
     pieces: list[tuple[int, nn.Parameter]] = field(default_factory=list)  # (group, view of master)
+    unknown: list[torch.Tensor] = field(default_factory=list)  # a NaN in each piece's shape: its .grad until a step
+    casts: list[torch.Tensor] = field(default_factory=list)  # each piece's part of full, in mixed precision
     reducing: tuple | None = None  # (work, result, buffer) of a reduction under way
     outstanding: int = 0  # forward calls whose backward has not come yet
     is_whole: bool = False  # shown by zero.full_params()
+    rests: bool = False  # its parameters are `nothing`
     nothing: list[torch.Tensor] = field(default_factory=list)  # a NaN in each parameter's shape, without memory
     versions: list[int] = field(default_factory=list)  # how often each parameter had been written to
 
@@ -88,6 +93,8 @@ class Unit:
             for start, param, end in zip(self.offsets, self.params, ends)
             if start + param.numel() < end
         ]
+        self.is_dense = not self.gaps and all(param.is_contiguous() for param in self.params)
+        self.ranges = {self.P: self._ranges(0, self.P), self.S: self._ranges(self.rank * self.S, self.S)}
 
     @property
     def holds_gradient(self) -> bool:
@@ -131,7 +138,9 @@ class Unit:
         1.0 adds up to 256). A parameter without a gradient counts as zero.
         """
         grads = [grad_of(param) for param in self.params]
-        if self.grad is None:
+        if self.grad is None and self.is_dense and all(grad is not None for grad in grads):
+            self.grad = _flatten_dense_tensors(grads)  # what the next branch does, in one operation
+        elif self.grad is None:
             self.grad = torch.empty(self.P, dtype=self.params[0].dtype, device=self.params[0].device)
             self.fill(self.grad, grads)
         else:
@@ -158,11 +167,14 @@ class Unit:
     def show(self, views: list[torch.Tensor]) -> None:
         """Let the parameters be these views."""
         for param, view in zip(self.params, views):
-            torch.Tensor.data.__set__(param, view)  # leaves the version counter alone
+            set_data(param, view)
+        self.rests = False
 
     def rest(self) -> None:
         """Out of turn: the right shapes, no memory, and values that nobody can mistake."""
-        self.show(self.nothing)
+        if not self.rests:
+            self.show(self.nothing)
+            self.rests = True
 
     def note_versions(self) -> None:
         """Remember how often each parameter has been written to, for `check_untouched`."""
@@ -189,14 +201,16 @@ class Unit:
 
     def cut(self, owned: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """owned, (P) or a slice (S) -> [(group, view)], one for each group that reaches into it."""
-        begin = 0 if owned.numel() == self.P else self.rank * self.S
-        end = begin + owned.numel()
-        pieces = []
+        return [(group, owned[low:high]) for group, low, high in self.ranges[owned.numel()]]
+
+    def _ranges(self, begin: int, numel: int) -> list[tuple[int, int, int]]:
+        """[(group, low, high)] of the groups that reach into buffer[begin:][:numel], counted from `begin`."""
+        ranges = []
         for group in sorted(set(self.groups)):
             first = self.groups.index(group)
             after = first + self.groups.count(group)
-            low = max(self.offsets[first], begin)
-            high = min(self.offsets[after] if after < len(self.params) else self.P, end)
+            low = max(self.offsets[first] - begin, 0)
+            high = min((self.offsets[after] if after < len(self.params) else self.P) - begin, numel)
             if low < high:
-                pieces.append((group, owned[low - begin : high - begin]))
-        return pieces
+                ranges.append((group, low, high))
+        return ranges

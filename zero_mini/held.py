@@ -35,13 +35,10 @@ class HeldParameter(nn.Parameter):
 
     @property
     def data(self):
-        """Raises out of zero.full_params(): a write might reach a copy that the next step overwrites."""
+        """To read. A write raises at the step, unless zero.full_params() or stage 0 lets it reach the master."""
         if self.unit.is_whole:
             return torch.Tensor.data.__get__(self)
-        raise RuntimeError(
-            f"a parameter of {self.unit.name} lives in a flat buffer: write to it under "
-            "zero.full_params(); to read, use parameter.detach()"
-        )
+        return self.detach()  # shares the count of writes, by which the step finds them
 
     @data.setter
     def data(self, value):
@@ -63,10 +60,5 @@ NO_COPY = (
 )
 
 
-def grad_of(param: torch.Tensor) -> torch.Tensor | None:
-    """What autograd has accumulated for `param`, without a question."""
-    return torch.Tensor.grad.__get__(param)
-
-
-def set_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
-    torch.Tensor.grad.__set__(param, value)
+# What autograd has accumulated for a parameter, without a question: grad_of(param), set_grad(param, value).
+grad_of, set_grad = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__

@@ -3,9 +3,10 @@
     the model's forward pre-hook and hook   before_model; inputs cast on the way in, outputs on the way out
     forward pre-hook of a unit's module     before_forward
     forward hook                            after_forward; hooks every output that needs a gradient
-    the first of those outputs' gradients   before_backward: backward enters the unit at its end
+    the first of those outputs' gradients   send_ready, before_backward: backward enters the unit at its end
+    a gradient from its middle              send_ready
     end of the outermost backward           after_backward
-    the optimizer's step hooks              before_step, after_step
+    the optimizer's step hooks              begin_step, after_step
 
 A unit's output may be a tensor, or tuples, lists, dicts and dataclasses of tensors: full-backward
 hooks of modules see only the first two, and stay silent for the rest. A recompute (activation
@@ -18,6 +19,7 @@ unannounced, and the end of the backward says so.
 """
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
 
@@ -33,11 +35,15 @@ class Hooks:
     def connect(self) -> None:
         """Once. Pre-hooks run before the user's own, which may read weights."""
         for unit in self.units:
-            unit.module.register_forward_pre_hook(partial(self._enter_forward, unit), prepend=True)
+            for module in unit.modules:
+                module.register_forward_pre_hook(partial(self._enter_forward, unit), prepend=True)
         self.model.register_forward_pre_hook(self._start, prepend=True, with_kwargs=True)
         self.model.register_forward_hook(self._end)  # first, so that the root's outputs are those that were cast
         for unit in self.units:
-            unit.module.register_forward_hook(partial(self._leave_forward, unit))
+            for module in unit.modules:
+                module.register_forward_hook(partial(self._leave_forward, unit))
+            if unit.trainable and not unit.is_root:
+                unit.middle.register_post_accumulate_grad_hook(partial(halfway, weakref.ref(self)))
 
     def _start(self, model, args, kwargs):
         self.close_broken_calls()
@@ -70,7 +76,7 @@ class Hooks:
             entered_in: list[int] = []  # the last backward that came here, by whichever of the outputs was first
             for tensor in tensors:
                 tensor.register_hook(partial(self._enter_backward, unit, entered_in))
-        with torch.no_grad():
+        if module is unit.modules[-1]:
             self.after_forward(unit)
 
     def _enter_backward(self, unit: Unit, entered_in: list[int], grad) -> None:
@@ -82,6 +88,7 @@ class Hooks:
                 unit.outstanding = max(0, unit.outstanding - 1)
             entered_in[:] = [this_backward]
             self._begin_backward()
+            self.send_ready()
             self.before_backward(unit)
 
     def _begin_backward(self) -> None:
@@ -89,6 +96,8 @@ class Hooks:
             # torch.autograd.grad() and backward(inputs=...) leave parameters alone: nothing to reduce then.
             self.in_backward, self.collecting = True, torch.autograd._is_checkpoint_valid()
             self.unsent = list(self.trainable) if self.collecting else []
+            if self.collecting and self.coefficient is not None:  # clipping is of the gradients that were there then
+                self.before_step()
             torch.autograd.Variable._execution_engine.queue_callback(torch.no_grad()(self.after_backward))
 
 
@@ -99,12 +108,12 @@ def hook_optimizer(zero: Hooks) -> None:
     def before_step(_, args, kwargs):
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is None:
-            zero.before_step()
+            zero.begin_step()
             return None
 
         def closure_then_means():
             loss = closure()
-            zero.before_step()
+            zero.begin_step()
             return loss
 
         return (args[0], closure_then_means), {}
@@ -124,6 +133,11 @@ def hook_optimizer(zero: Hooks) -> None:
     optimizer.register_load_state_dict_pre_hook(only_shards)
     optimizer.add_param_group = no_new_groups
     optimizer.zero_grad = zero.model.zero_grad = zero.zero_grad
+
+
+def halfway(zero: weakref.ref, _) -> None:
+    """Half of a unit's gradients have arrived. Garbage collection does not look into hooks of a tensor."""
+    zero().send_ready()
 
 
 def backward_is_running() -> bool:

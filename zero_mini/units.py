@@ -4,8 +4,13 @@ A unit is large enough for the wire to be busy and small enough for two of them 
 the model: in a transformer that is one block. What belongs to no block (embeddings, last norm,
 head), or to two of them, is the root's; its turn lasts as long as the whole model's.
 
-Left out: merging blocks that are very small, splitting one that is very large.
+Blocks of less than about 2^25 parameters keep a GPU busy for less time than the host needs to launch what
+belongs to a unit: `merge_blocks` makes units of several of them.
+
+Left out: splitting a block that is very large.
 """
+
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -33,27 +38,45 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def make_units(model: nn.Module, blocks: list[tuple[str, nn.Module]], group_of: dict, rank: int, world_size: int):
-    """The root's unit first, then one for each block, in order; frozen parameters apart.
+def merge_blocks(model: nn.Module, least_numel: int) -> list[list[nn.Module]]:
+    """Consecutive blocks, joined until they hold `least_numel` parameters: for zeroify(units=...).
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 2))  # 6 parameters each
+    >>> [len(modules) for modules in merge_blocks(model, 7)]
+    [2, 1]
+    """
+    merged: list[list[nn.Module]] = []
+    missing = 0
+    for _, block in find_blocks(model):
+        if missing <= 0:
+            merged.append([])
+            missing = least_numel
+        merged[-1].append(block)
+        missing -= sum(param.numel() for param in block.parameters())
+    return merged
+
+
+def make_units(model: nn.Module, blocks: list[tuple[str, Sequence[nn.Module]]], group_of: dict, rank, world_size):
+    """The root's unit first, then one for each entry of `blocks`, in order; frozen parameters apart.
 
     `group_of` maps id(parameter) to its param group; a frozen parameter need not be in it. A
     parameter that two blocks share, or a block and the root, belongs to the root, once.
     """
     owner: dict[int, nn.Module] = {}
-    inside = {id(module): block for _, block in blocks for module in block.modules()}
+    inside = {id(module): block[0] for _, block in blocks for part in block for module in part.modules()}
     for module in model.modules():
         for param in module.parameters(recurse=False):
             home = inside.get(id(module), model)
             owner[id(param)] = home if owner.get(id(param), home) is home else model
     units = []
-    for name, module in [("root", model), *((name, block) for name, block in blocks if block is not model)]:
-        mine = [(n, p) for n, p in model.named_parameters() if owner[id(p)] is module]
+    for name, block in [("root", [model]), *((name, block) for name, block in blocks if block[0] is not model)]:
+        mine = [(n, p) for n, p in model.named_parameters() if owner[id(p)] is block[0]]
         for trainable in (True, False):
             chosen = [(group_of.get(id(p), 0), n, p) for n, p in mine if p.requires_grad is trainable]
             if chosen:
                 groups, names, params = zip(*sorted(chosen, key=lambda entry: entry[0]))
                 label = name if trainable else f"{name} (frozen)"
-                units.append(
-                    Unit(label, module, list(names), list(params), list(groups), rank, world_size, module is model)
-                )
+                shape = list(names), list(params), list(groups), rank, world_size
+                units.append(Unit(label, tuple(block), *shape, block[0] is model))
+                units[-1].middle = chosen[len(chosen) // 2][2]
     return units

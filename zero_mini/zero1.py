@@ -11,7 +11,7 @@ unlike ddp.py:
   - publish:         each rank updated another slice: all-gather, the other half
   - before_forward:  all gathers start at the end of the step; each is waited for only here, so it
                      hides behind the forward of the units before (the root's comes first, and cannot)
-  - before_step:     a gather that no forward waited for must end before its values change
+  - check_step:      a gather that no forward waited for must end before its values change
   - partial_norms:   for clipping, ranks tell each other their slices' norms
 
     time -->     forward           backward                          step
@@ -43,8 +43,9 @@ class Zero1(DDP):
 
     def own(self, unit: Unit, values: torch.Tensor) -> None:
         """A slice. Without mixed precision it is a view of the parameters themselves."""
-        super().own(unit, values)
+        unit.full = self.comm.empty(unit.P, self.dtype, self.device).copy_(values)
         unit.master = unit.own(values).clone() if self.mixed else unit.own(unit.full)
+        unit.show(unit.views(unit.full))
 
     def reduce(self, unit: Unit) -> None:
         """The mean of the own slice, written over it; the rest of the buffer stays allocated."""
@@ -54,10 +55,7 @@ class Zero1(DDP):
 
     def publish(self, unit: Unit) -> None:
         """Own slice -> everyone's full parameters, in place and without waiting."""
-        shard = unit.own(unit.full)
-        if self.mixed:
-            shard.copy_(unit.master)
-        self.arriving[unit] = self.comm.all_gather(unit.full, shard, unit.name)
+        self.arriving[unit] = self.comm.all_gather(unit.full, unit.own(unit.full), unit.name)
         unit.rest()
         unit.note_versions()
 
@@ -69,11 +67,11 @@ class Zero1(DDP):
             unit.check_untouched(at_rest=True)
             unit.show(unit.views(unit.full))
 
-    def before_step(self) -> None:
+    def check_step(self) -> None:
         """Values that no forward has waited for yet must be off the wire before they are updated."""
         for unit in list(self.arriving):
             self.before_forward(unit)
-        super().before_step()
+        super().check_step()
 
     def restore(self, unit: Unit) -> None:
         """Nothing to show before the new values have arrived."""

@@ -64,7 +64,7 @@ class Zero3(Zero2):
             tracks += [track[0::2], track[1::2]]
         self.slots: list[Slot] = []
         for track in filter(None, tracks):
-            buffer = torch.empty(max(unit.P for unit in track), dtype=self.dtype, device=self.device)
+            buffer = self.comm.empty(max(unit.P for unit in track), self.dtype, self.device)
             self.slots.append(Slot(buffer))
             for unit in track:
                 unit.slot = self.slots[-1]
@@ -88,8 +88,9 @@ class Zero3(Zero2):
     def before_forward(self, unit: Unit) -> None:
         """Gather this unit, unless it is there; begin to gather the one that followed it last time."""
         self.gather(unit)
-        if not self.in_backward and not unit.is_root:  # a recompute goes its own way
-            unit.previous = self.last_used.get(unit.trainable)
+        here = self.last_used.get(unit.trainable)
+        if not self.in_backward and not unit.is_root and here is not unit:  # a recompute goes its own way
+            unit.previous = here
             if unit.previous is not None:
                 unit.previous.following = unit
             self.last_used[unit.trainable] = unit
@@ -107,7 +108,7 @@ class Zero3(Zero2):
                 f"a gradient of {unit.name} arrived before its backward began, when its parameters need not have "
                 "been in place: an output is hidden, perhaps kept as an attribute of the module; return it instead"
             )
-        self.rest_all_but(unit.module)
+        self.rest_all_but(unit.modules[0])
         self.gather(unit)
         if not unit.is_root:
             self.prefetch(unit, unit.previous)  # ahead of the reductions that follow: it is needed sooner
@@ -132,7 +133,7 @@ class Zero3(Zero2):
     def rest_all_but(self, module: torch.nn.Module | None) -> None:
         """Backward has left all units but those of `module`, and the root."""
         for unit in self.entered:
-            if unit.module is not module and not unit.is_root:
+            if unit.modules[0] is not module and not unit.is_root:
                 unit.rest()
 
     def publish(self, unit: Unit) -> None:
@@ -162,7 +163,8 @@ class Zero3(Zero2):
         if unit.slot.arriving is not None:
             unit.slot.arriving.wait()
             unit.slot.arriving = None
-        unit.show(unit.slot_views)
+        if unit.rests:
+            unit.show(unit.slot_views)
 
     def prefetch(self, unit: Unit, neighbour: Unit | None) -> None:
         """Begin to gather the neighbour into the other slot while this unit computes."""

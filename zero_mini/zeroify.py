@@ -30,6 +30,7 @@ from zero_mini.zero2 import Zero2
 from zero_mini.zero3 import Zero3
 
 STAGES = (DDP, Zero1, Zero2, Zero3)
+WORTH_COPY_ENGINES = 30_000_000  # parameters of a unit: the host spends longer on such a gather than on a kernel
 
 
 def zeroify(
@@ -38,7 +39,7 @@ def zeroify(
     stage: int = 2,
     *,
     dtype: torch.dtype | None = None,
-    units: Sequence[nn.Module] | None = None,
+    units: Sequence[nn.Module | Sequence[nn.Module]] | None = None,
     device: torch.device | str | None = None,
     initialise: Callable[[str, torch.Tensor], None] | None = None,
     elementwise: bool = False,
@@ -48,8 +49,9 @@ def zeroify(
 
     dtype        what the model computes in; None: the dtype of its parameters. With torch.bfloat16
                  the optimizer keeps the parameters' own dtype as master copy (mixed precision).
-    units        modules whose parameters travel together; None: the model's repeated blocks, that
-                 is the children of its ModuleLists and Sequentials. The rest is the root unit.
+    units        modules whose parameters travel together, each a module or a list of modules that follow one
+                 another (`units.merge_blocks`: for small ones); None: the model's repeated blocks, that is the
+                 children of its ModuleLists and Sequentials. The rest is the root unit.
     device       where to train; None: this rank's GPU if the group speaks NCCL, else where the
                  model is. A model on the CPU is moved one unit at a time.
     initialise   gives values to parameters that were built on the meta device, called as
@@ -70,6 +72,9 @@ def zeroify(
         device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     group_of = {id(p): index for index, g in enumerate(optimizer.param_groups) for p in g["params"]}
     made = make_units(model, plan.blocks, group_of, comm.rank, comm.world_size)
+    blocks = [unit.P for unit in made if not unit.is_root]
+    if stage > 0 and comm.averages and comm.world_size > 1 and max(blocks, default=0) >= WORTH_COPY_ENGINES:
+        comm.open_copy_engines()
     begun = {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
     zero = STAGES[stage](model, optimizer, made, comm, dtype or plan.dtype, torch.device(device), initialise)
     zero.load_optimizer_states(begun)  # what the optimizer's constructor made, as Adagrad's does

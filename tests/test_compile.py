@@ -1,0 +1,42 @@
+"""torch.compile: blocks are compiled once for all of them, and train as they do without."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from zero_mini.gpt import GPT, GPTConfig
+from zero_mini.zeroify import zeroify
+
+
+def train(stage, backend):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(L=5, d=32, heads=1, vocab=32, T=8))
+    if backend:
+        for block in model.blocks:  # not the module: hooks, and with them collectives, stay outside
+            block.forward = torch.compile(block.forward, backend=backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zeroify(model, optimizer, stage=stage)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(4):
+        tokens = torch.randint(32, (2, 9), generator=generator)
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def compiled_and_not(stage):
+    counter = CompileCounterWithBackend("aot_eager")  # compiles nothing to machine code, but traces as others do
+    return train(stage, counter), train(stage, None), counter.frame_count
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_blocks_are_compiled_once_and_train_alike(ranks, stage):
+    for compiled, eager, graphs in ranks(2).run(compiled_and_not, stage):
+        assert graphs == 1
+        assert compiled == pytest.approx(eager, rel=1e-5)

@@ -1,0 +1,62 @@
+"""All-gathers by the GPU's copy engines, which take no multiprocessor away from the matrix products.
+
+An NCCL collective is a kernel: while it runs it holds some of the GPU's multiprocessors, and a matrix
+product that was planned for all of them then waits for the last. An all-gather only copies, and GPUs have
+engines that do nothing else. NCCL uses those if two things are given:
+
+    its communicator is told so          cta_policy "zero": no thread block where it can be done without
+    ranks can reach each other's memory  buffers from NCCL's allocator, registered on all ranks alike
+
+The buffers that are gathered live as long as training (the parameters at stages 1 and 2, two slots and
+the root at stage 3), so they can be registered once. Reductions add, so they need a kernel still.
+
+Left out: several hosts, and GPUs that do not reach each other's memory: there gathers stay kernels.
+"""
+
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+ZERO_CTAS = 2  # NCCL_CTA_POLICY_ZERO
+
+
+def group_of_copiers(parent: dist.ProcessGroup, hosts: list[str | None], time_out: timedelta, is_part: bool):
+    """A second NCCL communicator of the same ranks, that gathers without kernels; None if that cannot be.
+
+    `hosts`: each rank's `host_and_devices()`. `is_part`: the parent has a part of all ranks.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    if None in hosts or len(set(hosts)) > 1 or not hasattr(options.config, "cta_policy"):
+        return None
+    options.config.cta_policy = ZERO_CTAS
+    ranks = dist.get_process_group_ranks(parent)
+    group = dist.new_group(
+        ranks, timeout=time_out, backend="nccl", pg_options=options, use_local_synchronization=is_part
+    )
+    dist.all_reduce(torch.zeros((), device="cuda"), group=group)  # torch makes the communicator at first use
+    return group
+
+
+def host_and_devices() -> str | None:
+    """Names this host, if its GPUs reach each other's memory; else None."""
+    count = torch.cuda.device_count()
+    reach = all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b)
+    return socket.gethostname() if reach else None
+
+
+class ReachableMemory:
+    """Where buffers for the copy engines are allocated: all of them first, on all ranks alike, then `register`."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.backend = group._get_backend(torch.device("cuda"))
+        self.pool = torch.cuda.MemPool(self.backend.mem_allocator)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        with torch.cuda.use_mem_pool(self.pool):
+            return torch.empty(numel, dtype=dtype, device="cuda")
+
+    def register(self) -> None:
+        """Collective."""
+        self.backend.register_mem_pool(self.pool, symm=True)
