@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import zero_mini.ranks
+from zero_mini.gpt import GPT, GPTConfig
 from zero_mini.ranks import RankError, Ranks, run
 
 # Two scripts without `if __name__ == "__main__"`. What they print shows if a rank ran them a second time.
@@ -329,3 +330,12 @@ def test_more_nccl_ranks_than_gpus_are_refused():
     gpus = torch.cuda.device_count()
     with pytest.raises(ValueError, match=rf'need {gpus + 1} GPUs, this machine has {gpus}: .*backend="gloo"'):
         Ranks(gpus + 1, backend="nccl")
+
+
+def test_a_function_that_reads_config_travels(ranks):
+    import torch.distributed.config  # noqa: F401  (torch.distributed has attributes of the names in the function)
+
+    def width(model):
+        return dist.get_rank(), model.config.d
+
+    assert ranks(2).run(width, GPT(GPTConfig(L=1, d=8, heads=1, T=4))) == [(0, 8), (1, 8)]

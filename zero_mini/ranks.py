@@ -26,6 +26,7 @@ Left out: several machines (torchrun does that), and output while the function s
 """
 
 import contextlib
+import importlib
 import io
 import linecache
 import multiprocessing
@@ -288,6 +289,10 @@ class _ByValue:
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, types.CodeType):  # cloudpickle drops the name of the file, and tracebacks need it
                 return _code, (obj.co_filename, *self.dispatch_table[types.CodeType](obj)[1])
+            # A function that says `model.config` takes torch.distributed.config along, if that is imported, and
+            # torch's modules of settings are of a class that pickle does not know for modules.
+            if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+                return importlib.import_module, (obj.__name__,)
             return super().reducer_override(obj)
 
 
