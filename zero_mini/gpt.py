@@ -152,9 +152,12 @@ class GPT(nn.Module):
         x = self.dropout(x)  # (B, T, d)
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.ln_f(x), self.wte.weight)  # (B, T, V)
-        if targets is None:
-            return logits
+        x = self.ln_f(x)
+        return F.linear(x, self.wte.weight) if targets is None else self.loss(x, targets)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross entropy of (B, T, d) against (B, T). Apart, so that it can be compiled or replaced."""
+        logits = F.linear(x, self.wte.weight)  # (B, T, V)
         # bf16 keeps 8 bits: a sum over 50304 exponentials needs more.
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 # The first that occurs in a kernel's name says what it is for.
 KINDS = {
-    "collective": ("nccl",),
+    "collective": ("nccl", "memcpy ptop"),  # a copy between GPUs is a gather by the copy engines
     "attention": ("flash", "fmha", "cudnn_generated"),
     "matmul": ("gemm", "nvjet", "cutlass", "splitk"),
     "optimizer": ("adam",),
@@ -51,8 +51,7 @@ class Kernel:
 
 def record(function: Callable[[], None]) -> list[Kernel]:
     """Run `function` under torch's profiler; what it ran on this process's GPU, in order of start."""
-    with profile(activities=[ProfilerActivity.CUDA]):  # starting takes a while, in which ranks drift apart
-        function()
+    with profile(activities=[ProfilerActivity.CUDA]):  # the first start takes a while, in which ranks drift apart
         torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
         function()

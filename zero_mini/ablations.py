@@ -1,0 +1,109 @@
+"""Stage 3 with one decision taken otherwise, to measure what the decision is worth.
+
+    no prefetch          a unit is gathered when its turn begins, and computing waits for it
+    storage resize       each unit has a buffer of its own, whose memory is given back out of turn, as FSDP2 does;
+                         zero3.py has two slots that are never given back
+    gathers as kernels   gathers take multiprocessors, like reductions, and queue with them
+    two communicators    the same kernels, but a gather need not wait for the reduction launched before it
+
+All of them compute what stage 3 computes, to the bit. They are no part of the package: only the benchmark
+uses them, so the stages have no switches.
+
+Left out: the ablations of whole stages; stages 0, 1 and 2 are those.
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from zero_mini.flat import Unit
+from zero_mini.zero3 import Slot, Zero3
+
+
+class NoPrefetch(Zero3):
+    """Nothing travels before its turn."""
+
+    def prefetch(self, unit: Unit, neighbour: Unit | None) -> None:
+        """The neighbour gathers itself, later."""
+
+
+class GathersAsKernels(Zero3):
+    """One communicator for all, whose kernels run in the order of their launch."""
+
+    def allocate(self) -> None:
+        """Ordinary memory for the slots."""
+        self.comm.gathering, self.comm.reachable = self.comm.group, None
+        super().allocate()
+
+
+class TwoCommunicators(Zero3):
+    """Gathers have a communicator, and so a queue, of their own. The ledger stays one."""
+
+    def allocate(self) -> None:
+        """Ordinary memory for the slots, and a second group of the same ranks."""
+        self.comm.gathering, self.comm.reachable = self.comm.group, None
+        super().allocate()
+        self.own_group = dist.new_group(dist.get_process_group_ranks(self.comm.group))
+
+    def launch_gather(self, unit: Unit) -> None:
+        """On the second group."""
+        kept = self.comm.group, self.comm.gathering
+        self.comm.group = self.comm.gathering = self.own_group
+        try:
+            super().launch_gather(unit)
+        finally:
+            self.comm.group, self.comm.gathering = kept
+
+
+class StorageResize(GathersAsKernels):
+    """Each block in a buffer of its own, empty out of turn. The views of it that autograd saved stay valid."""
+
+    def allocate(self) -> None:
+        """As many slots as units, without memory but for the root's."""
+        super().allocate()
+        for unit in self.units:
+            unit.slot = Slot(torch.empty(unit.P, dtype=self.dtype, device=self.device))
+            unit.slot_views = unit.views(unit.slot.buffer)
+        self.slots = [unit.slot for unit in self.units]
+        self.given_back = {unit.slot for unit in self.units if not unit.is_root}
+        for slot in self.given_back:
+            slot.buffer.untyped_storage().resize_(0)
+
+    def launch_gather(self, unit: Unit) -> None:
+        """Memory first."""
+        unit.slot.buffer.untyped_storage().resize_(unit.P * unit.slot.buffer.element_size())
+        super().launch_gather(unit)
+
+    def after_forward(self, unit: Unit) -> None:
+        """Its turn over, a unit's memory goes back to the allocator."""
+        super().after_forward(unit)
+        if not unit.is_root and unit not in self.entered:
+            self.vacate(unit.slot)
+
+    def on_grad(self, unit: Unit) -> None:
+        """The same in backward, once its gradients are there."""
+        super().on_grad(unit)
+        if not unit.is_root:
+            self.vacate(unit.slot)
+
+    def vacate(self, slot: Slot) -> None:
+        """Nobody stands in it: no memory either, but for the root's."""
+        held = slot.holder is not None
+        super().vacate(slot)
+        if held and slot in self.given_back:
+            slot.buffer.untyped_storage().resize_(0)
+
+
+@contextmanager
+def in_place_of_stage_3(stage: type[Zero3]) -> Iterator[None]:
+    """`zeroify(stage=3)` makes a `stage` in here."""
+    module = importlib.import_module("zero_mini.zeroify")  # in the package this name is the function
+    kept = module.STAGES
+    module.STAGES = (*kept[:3], stage)
+    try:
+        yield
+    finally:
+        module.STAGES = kept

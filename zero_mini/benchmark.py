@@ -1,0 +1,188 @@
+"""How fast is it? Every stage beside torch's DDP and FSDP2 and DeepSpeed, and beside what the machine can do.
+
+    python zero_mini/benchmark.py --work cpu                              two ranks on a CPU, about two minutes
+    python zero_mini/benchmark.py --work "1.5B" --out DIR                 all GPUs of this machine
+    python zero_mini/benchmark.py --work "1.5B" --systems zero-3 fsdp2 --rounds 3 --out DIR
+
+Each row is a fresh group of processes, so that no system inherits another's memory or caches; in several rounds
+the systems take turns, so that a machine that grows warm does so for all of them. A run that fails, or takes longer
+than its limit, becomes a row with the reason. A system that does not train as torch DDP does shows no speed.
+
+    works.py      what is trained           measure.py    what one rank does and brings back
+    systems.py    by which systems          scores.py     gate, floor, table
+    ablations.py  stage 3 done otherwise    plots/        the picture
+
+DIR/speed.json keeps every number, with machine and rates for each work; another invocation replaces what it measures
+again (all of a work's rows, if the machine is another) and keeps the rest. DIR/speed.png is drawn from it.
+
+What was tried
+
+    change | predicted | measured | kept
+    -------+-----------+----------+-----
+           |           |          |
+
+Left out: several hosts; tuning of the peers beyond what their documentation says.
+"""
+
+import sys
+from pathlib import Path
+
+if not __package__:
+    # A script has its own folder first on sys.path, where `import zero_mini` finds nothing, or another installed
+    # copy. What it needs is the folder around the package.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from zero_mini import measure, scores
+from zero_mini.gpt import flops_per_token, parameter_count
+from zero_mini.launch import first_line
+from zero_mini.ranks import RankError, run
+from zero_mini.systems import SYSTEMS, build, missing
+from zero_mini.works import WORKS, Work
+
+
+def in_a_fresh_group(ranks: int, limit_s: float, function: Callable, *args: object) -> list | str:
+    """`function(*args)` on new processes; each rank's result, or in one line why there is none."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # what ranks print when they are ended
+            return run(function, ranks, *args, timeout_s=limit_s)
+    except RankError as error:
+        print(error, file=sys.stderr)
+        if "OutOfMemoryError" in first_line(error):
+            return "out of memory"
+        return first_line(error).partition(". ")[0]
+
+
+def attempt(system: str, work: Work, ranks: int, limit_s: float, build: Callable = build) -> dict:
+    """One run of one system: its row, or {"failed": reason}."""
+    if package := missing(system):
+        return {"failed": f"{package} is not installed"}
+    found = in_a_fresh_group(ranks, limit_s, measure.measure, system, work, build)
+    return {"failed": found} if isinstance(found, str) else scores.merge_ranks(found)
+
+
+def compare(
+    work: Work, systems: Sequence[str], rounds: int, ranks: int, limit_s: float, build: Callable = build
+) -> dict[str, dict]:
+    """All rows of a work. In each round every system has its turn."""
+    runs: dict[str, list[dict]] = {system: [] for system in systems}
+    for number in range(1, rounds + 1):
+        for system in systems:
+            row = attempt(system, work, ranks, limit_s, build)
+            runs[system].append(row)
+            result = row.get("failed") or f"{median(row['step_ms']):.1f} ms"
+            print(f"{work.name}, round {number} of {rounds}, {system}: {result}", flush=True)
+    return {system: scores.merge_rounds(rows) for system, rows in runs.items()}
+
+
+def described(work: Work) -> dict:
+    """What a reader of the JSON needs to know of a work."""
+    return {
+        "model": {"L": work.config.L, "d": work.config.d, "heads": work.config.heads, "vocab": work.config.vocab},
+        "batch": work.batch,
+        "sequence_length": work.config.T,
+        "tokens": work.tokens,
+        "precision": "bf16" if work.bf16 else "fp32",
+        "checkpointing": work.checkpointing,
+        "compiled": work.compiled,
+        "fused_loss": work.fused_loss,
+        "lr": work.lr,
+        "psi": parameter_count(work.config),
+        "flops_per_token": flops_per_token(work.config),
+    }
+
+
+def merge(kept: dict, name: str, entry: dict) -> dict:
+    """`kept` with a work's new entry. Rows of it that were not measured again stay if the machine is the same.
+
+    >>> old = {"works": {"cpu": {"machine": 1, "work": {}, "systems": {"ddp": "old", "plain": "old"}}, "1.5B": {}}}
+    >>> new = {"machine": 1, "work": {}, "systems": {"ddp": "new"}}
+    >>> merge(old, "cpu", new)["works"]["cpu"]["systems"], list(merge(old, "cpu", new)["works"])
+    ({'ddp': 'new', 'plain': 'old'}, ['cpu', '1.5B'])
+    """
+    before = kept.get("works", {}).get(name)
+    if before and (before["machine"], before["work"]) == (entry["machine"], entry["work"]):
+        entry = entry | {"systems": before["systems"] | entry["systems"]}
+    return {"works": kept.get("works", {}) | {name: entry}}
+
+
+def save(folder: Path, name: str, entry: dict) -> dict:
+    """Merge a work's entry into DIR/speed.json, whole or not at all; the entry as it stands there."""
+    path = folder / "speed.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = merge(json.loads(path.read_text()) if path.exists() else {}, name, entry)
+    entry = kept["works"][name]
+    entry["scores"] = scores.score(entry)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(kept, indent=1) + "\n")
+    os.replace(unfinished, path)
+    return entry
+
+
+def draw(folder: Path) -> None:
+    """DIR/speed.png, if there is something to draw with."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no picture: matplotlib is not installed (pip install 'zero-mini[lessons]')")
+        return
+    from zero_mini.plots import speed
+
+    speed.save(json.loads((folder / "speed.json").read_text()), folder / "speed.png")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("benchmark.py", description="How fast each stage is, beside its peers.")
+    gpus = torch.cuda.device_count()
+    names = ", ".join(f'"{name}"' for name in WORKS)
+    parser.add_argument("--work", nargs="+", choices=WORKS, metavar="NAME", default=["1.5B" if gpus else "cpu"])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, metavar="NAME", help="else those of the work")
+    parser.add_argument("--rounds", type=int, default=1, help="turns that each system has (default: 1)")
+    parser.add_argument("--ranks", type=int, default=gpus or 2, help="else one for each GPU, or 2 on a CPU")
+    parser.add_argument("--limit", type=float, default=240, metavar="S", help="seconds a run may take (default: 240)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for speed.json and speed.png")
+    parser.epilog = f"works: {names}; systems: {', '.join(SYSTEMS)}"
+    options = parser.parse_args(argv)
+    if options.rounds < 1 or options.ranks < 1:
+        parser.error("--rounds and --ranks must be at least 1")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print a table for each work, and keep the numbers if --out says where."""
+    options = parse(argv)
+    facts = in_a_fresh_group(options.ranks, options.limit, measure.machine_and_rates)
+    if isinstance(facts, str):
+        sys.exit(f"benchmark.py: error: {facts}")
+    machine, _ = facts[0]
+    each = [rates for _, rates in facts if rates]
+    rates = {name: min(found[name] for found in each) for name in each[0]} if each else None  # the slower rank's
+    for name in options.work:
+        work = WORKS[name]
+        systems = options.systems or work.systems
+        command = ["python", "zero_mini/benchmark.py", "--work", name, "--rounds", str(options.rounds)]
+        entry = {
+            "machine": machine,
+            "rates": rates,
+            "command": shlex.join(command + (["--systems", *options.systems] if options.systems else [])),
+            "work": described(work),
+            "systems": compare(work, systems, options.rounds, options.ranks, options.limit),
+        }
+        if options.out:
+            entry = save(options.out, name, entry)
+        print("\n" + scores.table(name, entry) + "\n", flush=True)
+    if options.out:
+        draw(options.out)
+
+
+if __name__ == "__main__":
+    main()

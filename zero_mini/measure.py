@@ -1,0 +1,163 @@
+"""What one rank of a fresh group does for one row of the benchmark, and what it brings back.
+
+    10 steps       their losses: every system must train alike (scores.py), and they are the warm-up
+    12 steps       timed one by one, with the allocator's peak over all of them
+    1 step         under a profiler (timeline.py), on a GPU
+    3 + 5 steps    of one sequence of 64 tokens, on a GPU: it has next to nothing to multiply then, so what
+                   a step takes is the host's time, or what parameters alone cost: the wire and the update
+
+On a GPU a step's time is that between two events on its own clock, and the host never waits in between. On a CPU
+ranks meet before each step, outside the time.
+
+Left out: the CPU under the profiler. Tracing it takes so long that kernels would wait for the host.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_mini import timeline
+from zero_mini.report import sent_bytes
+from zero_mini.systems import Trainee, build
+from zero_mini.works import Work, batches
+
+GATE_STEPS, TIMED_STEPS, SHORT_WARM_UP, SHORT_STEPS, SHORT_TOKENS = 10, 12, 3, 5, 64
+
+
+def own_device() -> torch.device:
+    """This rank's GPU, where collectives run on GPUs."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def measure(system: str, work: Work, build: Callable[[str, Work, torch.device], Trainee] = build) -> dict:
+    """One row's raw numbers, of this rank. Collective."""
+    device = own_device()
+    if device.type == "cuda":
+        wait_for_memory()
+    data = batches(work, dist.get_rank(), dist.get_world_size(), device)
+    trainee = build(system, work, device)
+    losses = torch.stack([trainee.step(data[index % 2]) for index in range(GATE_STEPS)]).float().tolist()
+    gc.collect()
+    if device.type == "cuda":
+        row = time_on_gpu(trainee, data)
+    else:
+        row = {"step_ms": time_on_cpu(trainee.step, data)}
+    row |= {"losses": losses, "state_bytes": trainee.state_bytes()}
+    if trainee.zero is not None:
+        row["wire_bytes"] = sent_bytes(trainee.zero.ledger, dist.get_world_size())
+    if device.type == "cuda":
+        row["timeline"] = timeline.summary(timeline.record(lambda: trainee.step(data[0])))
+        row["short_step_ms"] = time_short_step(trainee.step, data[0][:1, : SHORT_TOKENS + 1].contiguous())
+    return row
+
+
+def wait_for_memory(share: float = 0.9, patience_s: float = 30.0) -> None:
+    """Until the GPU is nearly free: the driver takes the memory of the last group back only after its processes end."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        if free_bytes > share * total_bytes:
+            return
+        time.sleep(0.2)
+
+
+def time_on_gpu(trainee: Trainee, data: list[Tensor]) -> dict:
+    """Each step's time on the GPU's clock, and memory."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    dist.barrier()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_STEPS + 1)]
+    events[0].record()
+    for index, event in enumerate(events[1:]):
+        trainee.step(data[index % 2])
+        event.record()
+    torch.cuda.synchronize()
+    return {
+        "step_ms": [start.elapsed_time(end) for start, end in zip(events, events[1:])],
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "held_bytes": torch.cuda.memory_allocated(),  # between steps, DDP's buckets too
+    }
+
+
+def time_on_cpu(step: Callable[[Tensor], Tensor], data: list[Tensor]) -> list[float]:
+    times_ms = []
+    for index in range(TIMED_STEPS):
+        dist.barrier()
+        started = time.perf_counter()
+        step(data[index % 2])
+        times_ms.append(1e3 * (time.perf_counter() - started))
+    return times_ms
+
+
+def time_short_step(step: Callable[[Tensor], Tensor], tokens: Tensor) -> float:
+    """Milliseconds a step, the host waiting at the ends only."""
+    for _ in range(SHORT_WARM_UP):
+        step(tokens)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(SHORT_STEPS):
+        step(tokens)
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - started) / SHORT_STEPS
+
+
+# --- what the machine can do ------------------------------------------------------------------
+
+
+def machine() -> dict:
+    """Card, number of them, and versions."""
+    device = own_device()
+    found = {"cards": dist.get_world_size(), "torch": torch.__version__}
+    if device.type == "cpu":
+        return {"card": "CPU", **found}
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"card": torch.cuda.get_device_name(device), **found, "cuda": torch.version.cuda, "nccl": nccl}
+
+
+def rates() -> dict | None:
+    """What this rank reaches when it does one thing alone; None on a CPU. Collective."""
+    device = own_device()
+    if device.type == "cpu":
+        return None
+    n = 8192
+    a, b, c = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(3))
+    matmul_s = seconds(lambda: torch.mm(a, b, out=c))
+    source, target = (torch.empty(2**28, device=device) for _ in range(2))  # 1 GiB each
+    copy_s = seconds(lambda: target.copy_(source))
+    buffer = torch.zeros(2**27, device=device, dtype=torch.bfloat16)  # 256 MiB
+    N = dist.get_world_size()
+    all_reduce_s = seconds(lambda: dist.all_reduce(buffer))
+    return {
+        "matmul_flops": 2 * n**3 / matmul_s,
+        "copy_bytes": 2 * source.nbytes / copy_s,  # read + written
+        "all_reduce_bytes": 2 * (N - 1) / N * buffer.nbytes / all_reduce_s,  # over a rank's wire
+    }
+
+
+def seconds(function: Callable[[], object], warm_up: int = 10, repeats: int = 30) -> float:
+    """A call's time on the GPU, all of them launched in one go."""
+    for _ in range(warm_up):
+        function()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    dist.barrier()
+    start.record()
+    for _ in range(repeats):
+        function()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 / repeats
+
+
+def machine_and_rates() -> tuple[dict, dict | None]:
+    """Both, by one group."""
+    if own_device().type == "cuda":
+        wait_for_memory()
+    return machine(), rates()

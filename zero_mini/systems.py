@@ -1,0 +1,233 @@
+"""The systems that are compared, each as its own documentation would have one write it.
+
+    zero-0 .. zero-3       this package; AdamW is torch's, fused, as it is for all
+    ddp                    torch DDP under autocast: fp32 weights, fp32 gradients, fp32 on the wire
+    ddp-bf16-hook          the same, with torch's hook that sends gradients in bf16
+    ddp-zero1              DDP with torch's ZeroRedundancyOptimizer
+    fsdp2, fsdp2-keep      torch's fully_shard, with and without resharding after forward
+    deepspeed-1 .. -3      if it is installed
+    zero-3 ...             stage 3 with one decision taken otherwise (ablations.py)
+    plain                  forward and backward on one GPU, in bf16 throughout: no ranks, no optimizer, the ceiling
+
+For the floor of a step (scores.py) it counts what each has to send, in bytes a parameter and before the factor
+(N-1)/N: an all-reduce twice its bytes, an all-gather or a reduce-scatter or a broadcast once.
+
+Left out: tuning beyond what is written here.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zero_mini import ablations, memory, zeroify
+from zero_mini.ddp import DDP
+from zero_mini.gpt import GPT
+from zero_mini.units import merge_blocks
+from zero_mini.works import ADAMW, Work
+
+UNIT_NUMEL = 25_000_000  # parameters: one block of the 1.5B model, two of 350M, four of 124M
+
+
+@dataclass
+class Trainee:
+    """A model in training: `step(tokens)` is what is timed, from forward to zero_grad; the loss stays on the device."""
+
+    model: nn.Module
+    step: Callable[[Tensor], Tensor]
+    optimizer: torch.optim.Optimizer | None = None
+    zero: DDP | None = None
+    can_be_walked: bool = True
+
+    def state_bytes(self) -> int | None:
+        """Bytes of parameters, gradients and optimizer states that can be reached from here; None if they hide."""
+        if not self.can_be_walked:
+            return None
+        if self.zero is not None:
+            return sum(memory.walk(self.zero).values())
+        tensors = [t for param in self.model.parameters() for t in (param, param.grad) if t is not None]
+        inner = getattr(self.optimizer, "optim", self.optimizer)  # ZeroRedundancyOptimizer's own
+        for state in inner.state.values() if inner else ():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        storages = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors]  # of a DTensor
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def make_model(work: Work, device: torch.device) -> GPT:
+    """The same weights for every system, and blocks that run as the work says, before anything is wrapped.
+
+    `forward` is replaced rather than the call, so that hooks of a block stay outside of what is compiled.
+    """
+    torch.manual_seed(0)
+    with device:
+        model = GPT(work.config)
+    if work.compiled or work.fused_loss:
+        from torch._dynamo import config
+
+        config.recompile_limit = 64  # one code for all blocks, compiled anew for each shape
+    if work.fused_loss:
+        model.loss = torch.compile(model.loss, dynamic=False)
+    for block in model.blocks:
+        if work.compiled:
+            block.forward = torch.compile(block.forward, dynamic=False)
+        if work.checkpointing:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+    return model
+
+
+def adamw(model: nn.Module, work: Work) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=work.lr, **ADAMW)
+
+
+def stepper(call: Callable[..., Tensor], optimizer: torch.optim.Optimizer, autocast: bool = False):
+    """The loop's body, as in any tutorial."""
+
+    def step(tokens: Tensor) -> Tensor:
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+            loss = call(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def build_zero(stage: int, work: Work, device: torch.device) -> Trainee:
+    model = make_model(work, device)
+    optimizer = adamw(model, work)
+    units = merge_blocks(model, UNIT_NUMEL) if device.type == "cuda" else None
+    zero = zeroify(model, optimizer, stage=stage, dtype=torch.bfloat16 if work.bf16 else None, units=units)
+    return Trainee(model, stepper(model, optimizer), optimizer, zero)
+
+
+def build_ablation(stage: type[DDP], work: Work, device: torch.device) -> Trainee:
+    with ablations.in_place_of_stage_3(stage):
+        return build_zero(3, work, device)
+
+
+def build_ddp(variant: str, work: Work, device: torch.device) -> Trainee:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = make_model(work, device)
+    wrapped = nn.parallel.DistributedDataParallel(
+        model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+    )
+    if variant == "bf16-hook":
+        wrapped.register_comm_hook(None, bf16_compress_hook)
+    if variant == "zero1":
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=False, lr=work.lr, **ADAMW
+        )
+    else:
+        optimizer = adamw(model, work)
+    return Trainee(model, stepper(wrapped, optimizer, autocast=work.bf16), optimizer)
+
+
+def build_fsdp2(reshard_after_forward: bool, work: Work, device: torch.device) -> Trainee:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = make_model(work, device)
+    policy = MixedPrecisionPolicy()
+    if work.bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mp_policy=policy)
+    optimizer = adamw(model, work)
+    return Trainee(model, stepper(model, optimizer), optimizer)
+
+
+def build_deepspeed(stage: int, work: Work, device: torch.device) -> Trainee:
+    # It reads a rank's place from the environment, also where torch.distributed is initialised already.
+    place = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": device.index or 0}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    import deepspeed
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    model = make_model(work, device)
+    zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
+    if stage < 3 and "compute_grad_norm" in DeepSpeedZeroConfig.model_fields:
+        zero["compute_grad_norm"] = False  # nobody else computes it here
+    settings = {
+        "train_micro_batch_size_per_gpu": work.batch,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": work.bf16},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # it clips to a norm of 1 unless told not to
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+    optimizer = adamw(model, work)
+    wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = wrapped(tokens[:, :-1], tokens[:, 1:])
+        wrapped.backward(loss)
+        wrapped.step()  # forgets the gradients too
+        return loss.detach()
+
+    return Trainee(model, step, can_be_walked=False)
+
+
+def build_plain(work: Work, device: torch.device) -> Trainee:
+    model = make_model(work, device)
+    if work.bf16:
+        model.bfloat16()
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    return Trainee(model, step)
+
+
+@dataclass(frozen=True)
+class System:
+    """How it is built, and what the floor of its step needs to know."""
+
+    build: Callable[[Work, torch.device], Trainee]
+    sends: int  # bytes a parameter in bf16 works, ring convention, before (N-1)/N
+    shards_update: bool = True  # a rank's optimizer updates 1/N of the parameters
+
+
+SYSTEMS = {
+    "zero-0": System(partial(build_zero, 0), 4, shards_update=False),
+    "zero-1": System(partial(build_zero, 1), 4),
+    "zero-2": System(partial(build_zero, 2), 4),
+    "zero-3": System(partial(build_zero, 3), 6),
+    "ddp": System(partial(build_ddp, ""), 8, shards_update=False),
+    "ddp-bf16-hook": System(partial(build_ddp, "bf16-hook"), 4, shards_update=False),
+    "ddp-zero1": System(partial(build_ddp, "zero1"), 12),
+    "fsdp2": System(partial(build_fsdp2, True), 6),
+    "fsdp2-keep": System(partial(build_fsdp2, False), 4),
+    "deepspeed-1": System(partial(build_deepspeed, 1), 4),
+    "deepspeed-2": System(partial(build_deepspeed, 2), 4),
+    "deepspeed-3": System(partial(build_deepspeed, 3), 6),
+    "zero-3 no prefetch": System(partial(build_ablation, ablations.NoPrefetch), 6),
+    "zero-3 storage resize": System(partial(build_ablation, ablations.StorageResize), 6),
+    "zero-3 gathers as kernels": System(partial(build_ablation, ablations.GathersAsKernels), 6),
+    "zero-3 two communicators": System(partial(build_ablation, ablations.TwoCommunicators), 6),
+    "plain": System(build_plain, 0),
+}
+
+
+def build(system: str, work: Work, device: torch.device) -> Trainee:
+    """The work's model in training under that system, on this rank. Collective but for `plain`."""
+    return SYSTEMS[system].build(work, device)
+
+
+def missing(system: str) -> str | None:
+    """The package without which this system cannot run here, if it is one that is not installed."""
+    needs = "deepspeed" if system.startswith("deepspeed") else None
+    return needs if needs and importlib.util.find_spec(needs) is None else None

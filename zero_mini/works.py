@@ -1,0 +1,87 @@
+"""What is measured: a model, a batch, and how blocks are run; every system trains the same thing.
+
+    the weights    GPT-2's initial values, from seed 0, made on the device
+    the tokens     two batches a rank, in turn, so that the loss falls within ten steps
+    the optimizer  AdamW, one group, a constant learning rate, no clipping
+
+Tokens are as unevenly distributed as those of a text are, and each rank prefers others: a rank that kept its
+gradients to itself would learn its own share of the vocabulary far quicker, and its losses would tell.
+
+Left out: reading data, accumulation over micro-batches, schedules: they are the same for all systems.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero_mini.gpt import PRESETS, GPTConfig
+
+OURS = ("zero-0", "zero-1", "zero-2", "zero-3")
+PEERS = ("ddp", "ddp-bf16-hook", "ddp-zero1", "fsdp2", "fsdp2-keep", "deepspeed-1", "deepspeed-2", "deepspeed-3")
+ON_CPU = (*OURS, "ddp", "ddp-zero1", "fsdp2", "fsdp2-keep", "plain")
+COMPILED = (*OURS, "ddp", "fsdp2", "plain")
+ABLATIONS = (
+    "ddp",
+    "zero-3",
+    "zero-3 no prefetch",
+    "zero-3 storage resize",
+    "zero-3 gathers as kernels",
+    "zero-3 two communicators",
+    "plain",
+)
+ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One thing to train, and the systems that train it unless others are asked for."""
+
+    name: str
+    config: GPTConfig
+    batch: int  # sequences a rank
+    systems: tuple[str, ...] = (*OURS, *PEERS, "plain")
+    bf16: bool = True  # the computation; master copies are fp32
+    checkpointing: bool = False  # a block's activations are computed again in backward
+    compiled: bool = False  # a block's forward and backward are compiled by torch
+    fused_loss: bool = False  # so is the way from the last norm to the loss: fp32 logits are never stored
+    lr: float = 1e-4
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a rank trains on in a step."""
+        return self.batch * self.config.T
+
+
+CPU_CONFIG = GPTConfig(L=4, d=256, heads=4, vocab=256, T=128)
+
+WORKS = {
+    work.name: work
+    for work in (
+        Work("1.5B", PRESETS["1.5B"], 8),
+        Work(
+            "1.5B checkpointed",
+            PRESETS["1.5B"],
+            16,
+            (*OURS, "ddp", "fsdp2", "deepspeed-3", "plain"),
+            checkpointing=True,
+        ),
+        Work("350M batch 8", PRESETS["350M"], 8),
+        Work("350M batch 32", PRESETS["350M"], 32),
+        Work("124M batch 32", PRESETS["124M"], 32),
+        Work("1.5B compiled", PRESETS["1.5B"], 8, COMPILED, compiled=True),
+        Work("1.5B compiled batch 16", PRESETS["1.5B"], 16, COMPILED, compiled=True, fused_loss=True),
+        Work("ablations", PRESETS["1.5B"], 8, ABLATIONS),
+        Work("cpu", CPU_CONFIG, 8, ON_CPU, bf16=False, lr=1e-3),
+        Work("cpu ablations", CPU_CONFIG, 8, ABLATIONS, bf16=False, lr=1e-3),
+    )
+}
+
+
+def batches(work: Work, rank: int, world_size: int, device: torch.device) -> list[Tensor]:
+    """The two batches (B, T + 1) of a rank: inputs are all but the last token of a row, targets all but the first."""
+    V = work.config.vocab
+    generator = torch.Generator().manual_seed(rank)
+    chance = torch.rand(2, work.batch, work.config.T + 1, generator=generator)
+    tokens = ((V * chance**4).long() + rank * V // world_size) % V  # half of them are in V/16 of the vocabulary
+    return list(tokens.to(device))
