@@ -34,6 +34,7 @@ def trace_350M(stage: int) -> dict:
     tokens = torch.randint(50304, (16, 1025), device="cuda")
 
     def steps():
+        zero.comm.host_gather(None)  # together: who waits for the other has exposed time that is not the wire's
         for _ in range(2):
             model(tokens[:, :-1], tokens[:, 1:]).backward()
             optimizer.step()
@@ -48,51 +49,18 @@ def trace_350M(stage: int) -> dict:
 
 def test_collectives_hide_behind_matrix_products(nccl, record):
     runs = {stage: nccl.run(trace_350M, stage) for stage in range(4)}
-    record("overlap", {"model": "350M", "batch": 16, "steps": 2, "stages": {s: ranks[0] for s, ranks in runs.items()}})
-    for ranks in runs.values():
+    record("overlap", {"model": "350M", "batch": 16, "steps": 2, "stages": runs})
+    for stage, ranks in runs.items():
+        assert min(found["exposed_ms"] / found["span_ms"] for found in ranks) < 0.05  # of the rank that waits less
         for found in ranks:
             assert found["collectives"] == 2 * found["launched"]  # the profiler sees what the ledger says
-            # What cannot: the root's reduction at the end of a backward and its gather at the start of a forward,
-            # their neighbours, and, without a third step, the last gathers.
-            hidden = found["overlapping_a_matmul"] / found["collectives"]
-            assert hidden > (0.85 if found["launched"] != 2 * found["units"] else 0.7)
-            assert found["exposed_ms"] < 0.05 * found["span_ms"]
-
-
-def adamw_both_ways(clip: bool) -> list[float]:
-    """Largest relative difference of masters and states between the kernel and torch's own update."""
-    one_pass = importlib.import_module("zero_mini.one_pass")
-    states, suits = [], one_pass.suits
-    torch.use_deterministic_algorithms(True)
-    try:
-        for allowed in (True, False):
-            one_pass.suits = suits if allowed else lambda zero: False
-            torch.manual_seed(0)
-            model = GPT(GPTConfig(L=2, d=256, heads=4, vocab=256, T=64))
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
-            zero = zeroify(model, optimizer, stage=2, dtype=torch.bfloat16)
-            generator = torch.Generator("cuda").manual_seed(zero.rank)
-            for _ in range(5):
-                tokens = torch.randint(256, (8, 65), device="cuda", generator=generator)
-                model(tokens[:, :-1], tokens[:, 1:]).backward()
-                if clip:
-                    zero.clip_grad_norm_(0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-            states.append(zero.state_dict())
-    finally:
-        torch.use_deterministic_algorithms(False)
-        one_pass.suits = suits
-    one, three = states
-    pairs = [(one["model"][n], three["model"][n]) for n in one["model"]]
-    pairs += [(one["optimizer"][n][k], three["optimizer"][n][k]) for n in one["optimizer"] for k in ("exp_avg", "step")]
-    return [((a - b).norm() / b.norm().clamp(min=1e-12)).item() for a, b in pairs]
-
-
-@pytest.mark.parametrize("clip", [False, True])
-def test_the_kernel_updates_as_torchs_fused_adamw(nccl, clip):
-    for differences in nccl.run(adamw_both_ways, clip):
-        assert max(differences) < 2e-3  # after five steps in bf16: one rounding of a weight changes a gradient by 2^-9
+            # What cannot: in each step the reductions of the first block and the root, and the root's gather.
+            # Stages 1 and 2 gather at the end of a step: of that, the second step has no forward to hide it behind.
+            U = found["units"]
+            can = {0: 2 * (U - 2), 1: 2 * (U - 2) + U - 1, 2: 2 * (U - 2) + U - 1, 3: 2 * (found["launched"] - 3)}[
+                stage
+            ]
+            assert found["overlapping_a_matmul"] > 0.9 * can
 
 
 class Dot(nn.Module):
@@ -106,8 +74,8 @@ class Dot(nn.Module):
         return (self.weight * x).sum()
 
 
-def one_update() -> float:
-    """One step from the same gradients: nothing but fp32 rounding may differ."""
+def kernel_and_torch(clip: bool) -> tuple[float, float]:
+    """Largest differences of weights, and of second moments relative to them, after three steps from equal gradients."""
     one_pass = importlib.import_module("zero_mini.one_pass")
     torch.manual_seed(0)
     results, numel, suits = [], 100_003, one_pass.suits
@@ -120,15 +88,22 @@ def one_update() -> float:
         zero = zeroify(model, optimizer, stage=1, dtype=torch.bfloat16)
         for _ in range(3):
             model(gradient).backward()
+            if clip:
+                zero.clip_grad_norm_(0.5)
             optimizer.step()
             optimizer.zero_grad()
-        results.append(zero.state_dict()["model"]["weight"])
+        results.append(zero.state_dict())
     one_pass.suits = suits
-    return (results[0] - results[1]).abs().max().item()
+    pairs = [(result["model"]["weight"], result["optimizer"]["weight"]["exp_avg_sq"]) for result in results]
+    (weight, moment), (their_weight, their_moment) = pairs
+    return (weight - their_weight).abs().max().item(), (moment / their_moment - 1).nan_to_num().abs().max().item()
 
 
-def test_from_equal_gradients_the_kernel_differs_by_rounding_only(nccl):
-    assert max(nccl.run(one_update)) <= 2e-6  # weights of up to 5: their spacing is 4.8e-7
+@pytest.mark.parametrize("clip", [False, True])
+def test_the_kernel_updates_as_torchs_fused_adamw_up_to_rounding(nccl, clip):
+    for weights, moments in nccl.run(kernel_and_torch, clip):
+        assert weights <= 2e-6  # of up to 5, where fp32 numbers are 4.8e-7 apart
+        assert moments <= 2e-5  # torch takes 1 - beta2 of a beta2 in fp32, which is 1.3e-5 of it off
 
 
 def wide_model(stage: int | None) -> list[torch.Tensor]:

@@ -23,3 +23,24 @@ def test_the_readmes_numbers_are_those_of_the_recorded_runs():
     assert f"On {machine['cards']} x {machine['card'].removeprefix('NVIDIA ')}" in readme
     assert f"torch {machine['torch']}, NCCL {machine['nccl']}" in readme
     assert set(parity["parity"].values()) == {"equal to the bit"} and f"{len(parity['parity'])} cases" in readme
+
+
+def speed_rows() -> list[str]:
+    """The README's table of the 1.5B model."""
+    entry = recorded("speed")["works"]["1.5B"]
+    rows = []
+    for system, row in entry["systems"].items():
+        score = entry["scores"][system]
+        ratio = "" if system == "plain" else f"{score['x_ddp']:.2f}"
+        cells = [system, f"{score['ms']:.1f}", f"{score['tokens_s']:,.0f}", ratio, f"{row['peak_bytes'] / 2**30:.1f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def test_the_readmes_speeds_are_those_of_the_recorded_runs():
+    readme, works = (ROOT / "README.md").read_text(), recorded("speed")["works"]
+    assert "\n".join(speed_rows()) in readme
+    machine, work = works["1.5B"]["machine"], works["1.5B"]["work"]
+    assert f"On {machine['cards']} x {machine['card'].removeprefix('NVIDIA ')} (torch {machine['torch']}" in readme
+    assert (work["sequence_length"], work["batch"], work["precision"]) == (1024, 8, "bf16")
+    assert f"{works['1.5B compiled batch 16']['scores']['zero-3']['mfu']:.1%}".replace("%", " %") in readme

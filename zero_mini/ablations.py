@@ -4,6 +4,7 @@
     storage resize       each unit has a buffer of its own, whose memory is given back out of turn, as FSDP2 does;
                          zero3.py has two slots that are never given back
     gathers as kernels   gathers take multiprocessors, like reductions, and queue with them
+    reductions at once   sent as soon as they are collected, at the start of the next unit's backward
     two communicators    the same kernels, but a gather need not wait for the reduction launched before it
 
 All of them compute what stage 3 computes, to the bit. They are no part of the package: only the benchmark
@@ -37,6 +38,15 @@ class GathersAsKernels(Zero3):
         """Ordinary memory for the slots."""
         self.comm.gathering, self.comm.reachable = self.comm.group, None
         super().allocate()
+
+
+class ReductionsAtOnce(Zero3):
+    """The wire does not wait for the middle of a unit."""
+
+    def on_grad(self, unit: Unit) -> None:
+        """Collected, and sent."""
+        super().on_grad(unit)
+        self.send_ready()
 
 
 class TwoCommunicators(Zero3):

@@ -217,6 +217,7 @@ SYSTEMS = {
     "zero-3 no prefetch": System(partial(build_ablation, ablations.NoPrefetch), 6),
     "zero-3 storage resize": System(partial(build_ablation, ablations.StorageResize), 6),
     "zero-3 gathers as kernels": System(partial(build_ablation, ablations.GathersAsKernels), 6),
+    "zero-3 reductions at once": System(partial(build_ablation, ablations.ReductionsAtOnce), 6),
     "zero-3 two communicators": System(partial(build_ablation, ablations.TwoCommunicators), 6),
     "plain": System(build_plain, 0),
 }

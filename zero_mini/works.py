@@ -27,6 +27,7 @@ ABLATIONS = (
     "zero-3 no prefetch",
     "zero-3 storage resize",
     "zero-3 gathers as kernels",
+    "zero-3 reductions at once",
     "zero-3 two communicators",
     "plain",
 )
