@@ -75,7 +75,7 @@ class Dot(nn.Module):
 
 
 def kernel_and_torch(clip: bool) -> tuple[float, float]:
-    """Largest differences of weights, and of second moments relative to them, after three steps from equal gradients."""
+    """Largest differences of weights, and relative ones of second moments, after three steps of equal gradients."""
     one_pass = importlib.import_module("zero_mini.one_pass")
     torch.manual_seed(0)
     results, numel, suits = [], 100_003, one_pass.suits
