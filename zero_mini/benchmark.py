@@ -15,19 +15,19 @@ than its limit, becomes a row with the reason. A system that does not train as t
 DIR/speed.json keeps every number, with machine and rates for each work; another invocation replaces what it measures
 again (all of a work's rows, if the machine is another) and keeps the rest. DIR/speed.png is drawn from it.
 
-Where the time goes (1.5B, batch 8, 2 x H100, torch 2.11): stage 3 takes 195 ms, forward and backward alone 177. The
-profiler says of the difference: update 7, casts into the slots and gradients into flat buffers 6, matrix products
-that shared the GPU with a collective 3, wire that nothing hid 2. Of stage 0's 22 more: update 15, copies 3, matrix
-products 6, wire 1.
+Where the time goes (1.5B, batch 8, 2 x H100, torch 2.11): stage 3 takes 195 ms, forward and backward alone 177. In a
+profile of one step the difference is: update 7, casts into the slots and gradients into flat buffers 6, matrix
+products and attention that shared the GPU with a collective 3 and 2, wire that nothing hid 2. At stage 0, which takes
+198: update 15, copies 3, matrix products 6, attention 2, wire 1.
 
 What was tried, on that work unless another is named (ms a step; before -> after within one run on one machine)
 
     change                                     predicted          measured                            kept
     -----------------------------------------  -----------------  ----------------------------------  --------
     AdamW in one pass (one_pass.py): 28 bytes  -4.5 ms sharded,   the update and its casts 12.2 ->    yes
-      a parameter instead of 40                -9 ms at stage 0   7.3; stage 3 205.7 -> 203.7
-    gathers by copy engines (copy_engine.py)   -8 ms, stage 3     201.2 -> 198.7; the host 0.3 ms a   where a
-                                                                  gather slower                       unit has
+      a parameter instead of 40                -9 ms at stage 0   7.3; stage 3 205.7 -> 199.5
+    gathers by copy engines (copy_engine.py)   -8 ms, stage 3     201.2 -> 198.7; the host up to      where a
+                                                                  0.4 ms a gather slower              unit has
                                                                                                       30M
     units of several blocks, 350M batch 8      -10 ms, stage 3:   stage 3 75.2 -> 55.9; stage 0       yes
                                                half the calls     65.9 -> 60.9                        (units=)
