@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_mini import benchmark, measure, scores, systems
+from zero_mini import benchmark
+from zero_mini.comparison import measure, scores, systems
+from zero_mini.comparison.systems import SYSTEMS, Trainee, adamw, make_model, stepper
+from zero_mini.comparison.works import ABLATIONS, ON_CPU, WORKS, Work
 from zero_mini.gpt import GPTConfig
 from zero_mini.ranks import RankError
-from zero_mini.systems import SYSTEMS, Trainee, adamw, make_model, stepper
-from zero_mini.works import ABLATIONS, ON_CPU, WORKS, Work
 
 TINY = Work("tiny", GPTConfig(L=3, d=64, heads=2, T=32), batch=4, bf16=False, lr=1e-3)
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from models import ZOO, Loop, parity
 
+from zero_mini.clip import Clipping
 from zero_mini.comm import Comm
 from zero_mini.ddp import DDP
 from zero_mini.flat import Unit
@@ -200,7 +201,7 @@ MUTANTS = {
     ),
     "the last shard is not updated": Mutant(((DDP, "before_step", not_on_the_last_rank),), shows="param of"),
     "the last slice is left out of the norm": Mutant(
-        ((DDP, "partial_norms", all_slices_but_the_last),), (0,), loop=CLIPPED, shows="norms"
+        ((Clipping, "partial_norms", all_slices_but_the_last),), (0,), loop=CLIPPED, shows="norms"
     ),
     "gradients of the last step stay": Mutant(((DDP, "zero_grad", nothing),), shows="grad of"),
     "new values are not sent": Mutant(((Zero1, "publish", nothing),), (1, 2), shows="loss"),

@@ -8,9 +8,9 @@ Each row is a fresh group of processes, so that no system inherits another's mem
 the systems take turns, so that a machine that grows warm does so for all of them. A run that fails, or takes longer
 than its limit, becomes a row with the reason. A system that does not train as torch DDP does shows no speed.
 
-    works.py      what is trained           measure.py    what one rank does and brings back
-    systems.py    by which systems          scores.py     gate, floor, table
-    ablations.py  stage 3 done otherwise    plots/        the picture
+    comparison/    what is trained, by which systems, how it is measured and judged
+    timeline.py    traces of a GPU
+    plots/         the picture
 
 DIR/speed.json keeps every number, with machine and rates for each work; another invocation replaces what it measures
 again (all of a work's rows, if the machine is another) and keeps the rest. DIR/speed.png is drawn from it.
@@ -71,12 +71,12 @@ from statistics import median
 
 import torch
 
-from zero_mini import measure, scores
+from zero_mini.comparison import measure, scores
+from zero_mini.comparison.systems import SYSTEMS, build, missing
+from zero_mini.comparison.works import WORKS, Work
 from zero_mini.gpt import flops_per_token, parameter_count
 from zero_mini.launch import first_line
 from zero_mini.ranks import RankError, run
-from zero_mini.systems import SYSTEMS, build, missing
-from zero_mini.works import WORKS, Work
 
 
 def in_a_fresh_group(ranks: int, limit_s: float, function: Callable, *args: object) -> list | str:

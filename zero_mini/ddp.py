@@ -51,6 +51,7 @@ import torch
 from torch import nn
 
 from zero_mini import one_pass
+from zero_mini.clip import Clipping
 from zero_mini.comm import Comm
 from zero_mini.flat import Unit
 from zero_mini.held import HeldParameter, set_grad
@@ -58,7 +59,7 @@ from zero_mini.hooks import Hooks
 from zero_mini.whole import Whole
 
 
-class DDP(Hooks, Whole):
+class DDP(Hooks, Whole, Clipping):
     """The script, and stage 0. Made by `zeroify`; it changes model and optimizer in place.
 
     `master_dtype` is what the optimizer sees (the dtype the model came in), `dtype` what the model
@@ -286,40 +287,6 @@ class DDP(Hooks, Whole):
                 set_grad(param, None)
             for _, piece in unit.pieces:
                 piece.grad = None
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale gradients so that their norm over all parameters is at most `max_norm`.
-
-        Returns the norm before (0-dim, on the device): the same float on every rank and at every
-        stage, since each sums the same N partial norms, one for a slice of every unit.
-        """
-        if self.coefficient is None:
-            self.collect_means()
-        else:  # clipped before
-            self.before_step()
-        partials = self.partial_norms(norm_type)  # (N)
-        total = torch.linalg.vector_norm(partials, norm_type)
-        self.coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        if not one_pass.suits(self):  # which multiplies as it reads
-            self.before_step()
-        return total
-
-    def partial_norms(self, norm_type: float) -> torch.Tensor:
-        """The norm of each rank's slices (N). Stage 0 has all of them at hand."""
-        return torch.stack([self.slice_norm(rank, norm_type) for rank in range(self.world_size)])
-
-    def slice_norm(self, rank: int, norm_type: float) -> torch.Tensor:
-        slices = []
-        for unit in self.trainable:
-            if unit.own_grad is not None:
-                whole = unit.own_grad.numel() == unit.P
-                slices.append(unit.own(unit.own_grad, rank) if whole else unit.own_grad)
-        if not slices:
-            return torch.zeros((), dtype=self.master_dtype, device=self.device)
-        return torch.linalg.vector_norm(
-            torch.stack(torch._foreach_norm(slices, norm_type, self.master_dtype)), norm_type
-        )
 
     # --- its own business -------------------------------------------------------------------
 

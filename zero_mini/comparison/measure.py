@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_mini import timeline
+from zero_mini.comparison.systems import Trainee, build
+from zero_mini.comparison.works import Work, batches
 from zero_mini.report import sent_bytes
-from zero_mini.systems import Trainee, build
-from zero_mini.works import Work, batches
 
 GATE_STEPS, TIMED_STEPS, SHORT_WARM_UP, SHORT_STEPS, SHORT_TOKENS = 10, 12, 3, 5, 64
 

@@ -26,11 +26,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zero_mini import ablations, memory, zeroify
+from zero_mini import memory, zeroify
+from zero_mini.comparison import ablations
+from zero_mini.comparison.works import ADAMW, Work
 from zero_mini.ddp import DDP
 from zero_mini.gpt import GPT
 from zero_mini.units import merge_blocks
-from zero_mini.works import ADAMW, Work
 
 UNIT_NUMEL = 25_000_000  # parameters: one block of the 1.5B model, two of 350M, four of 124M
 

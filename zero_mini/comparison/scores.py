@@ -31,7 +31,7 @@ from statistics import mean, median, quantiles
 
 from tabulate import tabulate
 
-from zero_mini.systems import SYSTEMS
+from zero_mini.comparison.systems import SYSTEMS
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
 REFERENCES = ("ddp", "zero-0", "fsdp2")
