@@ -222,6 +222,8 @@ def test_units_that_are_nested_foreign_or_named_twice_are_refused(pair):
 
     check(lambda model: [model.blocks[1][0], model.blocks[1]], "nested", r"blocks\.1\.0", r"blocks\.1\b", "name one")
     check(lambda model: [nn.Linear(2, 2)], "Linear is not a module of Tower")
+    check(lambda model: [[model.blocks[0]], []], "empty list", "leave it out")
+    check(lambda model: [[model.blocks[0], model.blocks[1]], [model.blocks[1][0]]], "nested", r"blocks\.1\.0")
     check(lambda model: [model.blocks[0], model.blocks[0]], r"blocks\.0", "twice")
 
 

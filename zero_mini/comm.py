@@ -61,7 +61,7 @@ class Launched:
 
     work: dist.Work
     call: Call
-    place: tuple[int, int, int]  # the how manieth of which step, on which rank
+    place: tuple[int, int, int]  # its number in a step, that step, this rank
 
     def wait(self) -> None:
         """Return when it is done; on NCCL, when the current stream knows to wait for it."""

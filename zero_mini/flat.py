@@ -61,6 +61,7 @@ class Unit:
     rank: int
     world_size: int
     is_root: bool = False  # its turn is around all the others'
+    middle: nn.Parameter | None = None  # whose gradient says that backward is half through the unit
     full: torch.Tensor | None = None  # (P) what the model computes with; stage 3 has none
     master: torch.Tensor | None = None  # (P) or (S) what this rank's optimizer updates
     grad: torch.Tensor | None = None  # (P) this rank's gradients, not reduced yet

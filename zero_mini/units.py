@@ -77,6 +77,6 @@ def make_units(model: nn.Module, blocks: list[tuple[str, Sequence[nn.Module]]], 
                 groups, names, params = zip(*sorted(chosen, key=lambda entry: entry[0]))
                 label = name if trainable else f"{name} (frozen)"
                 shape = list(names), list(params), list(groups), rank, world_size
-                units.append(Unit(label, tuple(block), *shape, block[0] is model))
-                units[-1].middle = chosen[len(chosen) // 2][2]
+                middle = chosen[len(chosen) // 2][2]
+                units.append(Unit(label, tuple(block), *shape, block[0] is model, middle))
     return units
