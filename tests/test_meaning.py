@@ -1820,7 +1820,7 @@ def objects_and_tensor_bytes() -> tuple[int, int]:
     gc.collect()
     objects = gc.get_objects()
     storages = [each.untyped_storage() for each in objects if issubclass(type(each), torch.Tensor)]
-    return len(objects), sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    return len(objects), sum({each._cdata: each.nbytes() for each in storages}.values())
 
 
 def growth(stage: int, dtype: torch.dtype | None, what: str) -> tuple[int, int]:
