@@ -102,7 +102,15 @@ def panel(axes: Axes, states: list, step: int, named: bool) -> None:
                 *square(chunk, rank), facecolor="none", edgecolor=INK if new else NEUTRAL, linewidth=1.6 if new else 0.6
             )
             text = "+".join(map(str, sorted(members))) if len(members) < N or N == 1 else "all"
-            axes.text(chunk, rank, text, ha="center", va="center", fontsize=7, color="white" if shade > 0.8 else INK)
+            axes.text(
+                chunk,
+                rank,
+                text,
+                ha="center",
+                va="center",
+                fontsize=7 if len(text) < 5 else 5.8,
+                color="white" if shade > 0.8 else INK,
+            )
     axes.set(xlim=(-0.55, N - 0.45), ylim=(N - 0.45, -0.55), aspect="auto")
     axes.set_xticks(range(N), [f"chunk {c}" if N < 4 else str(c) for c in range(N)], fontsize=7, color=FAINT)
     axes.set_yticks(range(N), [f"rank {r}" for r in range(N)] if named else [""] * N, fontsize=8, color=INK)
