@@ -3,7 +3,7 @@
 import pytest
 
 from zero_mini.comm import Call
-from zero_mini.plots import ring
+from zero_mini.plots import ring, states
 
 
 @pytest.mark.parametrize("N", [2, 3, 4, 5])
@@ -51,3 +51,14 @@ def test_the_ring_is_drawn_with_every_cell_named():
     assert [text.get_text() for text in step.axes[0].texts] == ["0", "1", "2", "3"] * 4
     sent = ring.draw_sent({"all_reduce": {2: 1.0, 4: 1.5}, "all_gather": {2: 0.5, 4: 0.75}})
     assert [tuple(points.get_offsets()[1]) for points in sent.axes[0].collections] == [(3.95, 1.5), (4.0, 0.75)]
+
+
+def test_bars_of_states_are_as_long_as_what_was_measured():
+    pytest.importorskip("matplotlib")
+    measured = {"stage 0": {"parameters": 200, "gradients": 200, "optimizer": 1200, "other": 4}}
+    formula = {"stage 0": {"parameters": 200.0, "gradients": 200.0, "optimizer": 1200.0}}
+    axes = states.draw_states(measured, formula, psi=100).axes[0]
+    widths = [round(bar.get_width(), 6) for bar in axes.patches]
+    assert widths == [2, 2, 12, 0.04, 2, 2, 12]
+    texts = [text.get_text() for text in axes.texts]
+    assert {"parameters", "gradients", "optimizer", "2.0", "12.0", "16.0"} == set(texts)

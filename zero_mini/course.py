@@ -12,6 +12,7 @@ import os
 import platform
 
 import torch
+import torch.distributed as dist
 
 NEEDED = ("matplotlib", "ipywidgets")
 
@@ -29,3 +30,10 @@ def say_what_is_here(ranks: int = 2) -> None:
         where = f"{gpus} x {torch.cuda.get_device_name(0)} and talk by NCCL"
     cores = os.cpu_count()
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {cores} cores; ranks run on {where}.")
+
+
+def here() -> torch.device:
+    """In a function on ranks: this rank's GPU if ranks talk by NCCL, else the CPU."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
