@@ -3,7 +3,7 @@
 import pytest
 
 from zero_mini.comm import Call
-from zero_mini.plots import ring, states
+from zero_mini.plots import moments, ring, states
 
 
 @pytest.mark.parametrize("N", [2, 3, 4, 5])
@@ -62,3 +62,18 @@ def test_bars_of_states_are_as_long_as_what_was_measured():
     assert widths == [2, 2, 12, 0.04, 2, 2, 12]
     texts = [text.get_text() for text in axes.texts]
     assert {"parameters", "gradients", "optimizer", "2.0", "12.0", "16.0"} == set(texts)
+
+
+def test_memory_through_a_step_is_drawn_as_high_as_it_was():
+    pytest.importorskip("matplotlib")
+    series = {name: [0, 0, 0, 0] for name in states.COLOURS} | {
+        "parameters": [4_000_000] * 4,
+        "gradients": [0, 1e6, 2e6, 0],
+    }
+    recording = series, [("start", 0), ("forward", 1), ("backward", 2), ("step", 3)]
+    figure = moments.draw_moments({"all": recording, "last": moments.last_step(recording)})
+    for axes, peak, marks in zip(figure.axes, (6.0, 6.0), ([1, 2, 3], [0, 1, 2])):
+        texts = [text.get_text().strip() for text in axes.texts]
+        assert texts == [f"{peak:.2f}", "forward", "backward", "step"]
+        assert [text.get_position()[0] for text in axes.texts[1:]] == marks
+    assert [text.get_text() for text in figure.legends[0].texts] == ["parameters", "gradients"]
