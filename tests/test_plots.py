@@ -1,79 +1,340 @@
-"""What the figures are drawn from, by hand-counted cases."""
+"""Pictures draw what was measured: pure functions against cases counted by hand, what is drawn against the input."""
+
+import json
+from pathlib import Path
 
 import pytest
+import torch
 
+import zero_mini
 from zero_mini.comm import Call
-from zero_mini.plots import moments, ring, states
+from zero_mini.gpt import GPT, GPTConfig
+from zero_mini.memory import Recorder, model_state_bytes, walk
+from zero_mini.plots import curves, frame, gantt, moments, ownership, per_parameter, sent, states, steps
+from zero_mini.plots.gantt import Span
+from zero_mini.plots.holdings import Holding, Layout, holdings, layout
+from zero_mini.plots.moments import Story
+from zero_mini.timeline import Kernel, length
+from zero_mini.zeroify import zeroify
+
+pytest.importorskip("matplotlib")
+MEASURED = Path(zero_mini.__file__).parent / "measured"
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
-@pytest.mark.parametrize("N", [2, 3, 4, 5])
-def test_a_ring_ends_where_its_collective_says(N):
-    everyone = frozenset(range(N))
-    for rank, chunks in enumerate(ring.ring_steps("reduce_scatter", N)[-1]):
-        assert chunks[rank] == everyone
-    for chunks in ring.ring_steps("all_gather", N)[-1]:
-        assert chunks == [frozenset({r}) for r in range(N)]
-    for chunks in ring.ring_steps("all_reduce", N)[-1]:
-        assert chunks == [everyone] * N
+def measured(name):
+    return json.loads((MEASURED / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("N", [2, 3, 4, 5])
-@pytest.mark.parametrize("kind", ring.KINDS)
-def test_in_each_step_every_rank_receives_one_chunk_and_a_ring_sends_what_the_ledger_counts(kind, N):
-    states = ring.ring_steps(kind, N)
-    if kind == "all_reduce":  # between its halves unfinished chunks are forgotten
-        halves = [ring.ring_steps("reduce_scatter", N), states[N - 1 :]]
+def texts(figure):
+    """Everything written in a picture."""
+    written = [text for axes in figure.axes for text in (*axes.texts, axes.title, axes._left_title)]
+    return [text.get_text() for text in (*figure.texts, *written)]
+
+
+def check_layout(figure):
+    """It can be drawn, no text leaves the page, and none lies on another."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure).draw()
+    written = list(figure.texts)
+    for axes in figure.axes:
+        written += [*axes.texts, axes._left_title, axes.xaxis.label, axes.yaxis.label]
+        for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+            ticks = zip(axis.get_ticklocs(), axis.get_ticklabels())
+            written += [label for place, label in ticks if min(low, high) <= place <= max(low, high)]
+    page = figure.bbox
+    boxes = [(text.get_text(), text.get_window_extent()) for text in written if text.get_text().strip()]
+    for index, (text, box) in enumerate(boxes):
+        assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1, text
+        for other, over in boxes[:index]:
+            across, down = min(box.x1, over.x1) - max(box.x0, over.x0), min(box.y1, over.y1) - max(box.y0, over.y0)
+            assert across <= 2 or down <= 6, (text, other)  # pixels of 1120: boxes are higher than their letters
+
+
+def train(stage, dtype):
+    """The walk after a backward, Adam's counters, each unit's holdings, a layout, the story, a moment of it, Psi."""
+    with Recorder() as recorder:
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(L=3, d=32, heads=2, T=16))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        zero = zeroify(model, optimizer, stage=stage, dtype=dtype)
+        recorder.follow(zero)
+        tokens = torch.randint(256, (2, 16))
+        for _ in range(2):
+            recorder.mark("forward")
+            loss = model(tokens, tokens)
+            recorder.mark("backward")
+            loss.backward()
+            del loss
+            for unit in zero.trainable:
+                zero.finish(unit)
+            held = walk(zero)
+            kept = [holdings(zero, unit) for unit in zero.units]
+            recorder.mark("step")
+            before_step = sum(values[-1] for values in recorder.timeline().values())
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.mark("end")
+    counters = 4 * sum(len(unit.pieces) for unit in zero.units)
+    psi = sum(unit.P for unit in zero.units)
+    return held, counters, kept, layout(zero.units[1]), moments.last_step(recorder), before_step, psi
+
+
+# --- rings ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("N", [1, 2, 3, 4, 5])
+def test_a_ring_ends_as_the_collective_should(N):
+    everyone, nobody = frozenset(range(N)), frozenset()
+    assert steps.ring_steps("all_reduce", N)[-1] == [[everyone] * N] * N
+    assert steps.ring_steps("broadcast", N)[-1] == [[frozenset([0])] * N] * N
+    assert steps.ring_steps("all_gather", N)[-1] == [[frozenset([c]) for c in range(N)]] * N
+    own = [[everyone if r == c else nobody for c in range(N)] for r in range(N)]
+    assert steps.ring_steps("reduce_scatter", N)[-1] == own
+
+
+@pytest.mark.parametrize("N", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_sends_as_many_elements_as_the_ledger_counts(kind, N):
+    P = 60  # N divides it
+    sent = [0] * N
+    for step in steps.ring_sends(kind, N):
+        assert len({rank for rank, _ in step}) == len(step)  # one wire a rank
+        for rank, _ in step:
+            sent[rank] += P // N
+    counted = Call(kind, "unit", P, 4).wire_numel(N)
+    if kind == "broadcast":  # the first sends all of it and the last nothing: the ledger has the mean
+        assert sum(sent) / N == counted
     else:
-        halves = [states]
-    steps = 0
-    for half in halves:
-        for before, after in zip(half, half[1:]):
-            steps += 1
-            for rank in range(N):
-                assert sum(a != b for a, b in zip(after[rank], before[rank])) == 1
-    P = 12 * N
-    assert steps * P / N == Call(kind, "demo", P, 4).wire_numel(N)
+        assert sent == [counted] * N
 
 
-def test_what_has_no_ring_is_refused():
-    with pytest.raises(ValueError, match="reduce_scatter, all_gather, all_reduce.*'gossip'"):
-        ring.ring_steps("gossip", 3)
-    with pytest.raises(ValueError, match="two ranks or more"):
-        ring.ring_steps("all_gather", 1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_sends_what_it_does_not_have_and_no_data_is_added_twice(kind):
+    N = 4
+    states_, sends = steps.ring_steps(kind, N), steps.ring_sends(kind, N)
+    assert len(states_) == len(sends) + 1
+    for number, (state, moves) in enumerate(zip(states_, sends)):
+        for rank, chunk in moves:
+            assert state[rank][chunk]
+            if "reduce" in kind and number < N - 1:
+                assert not state[rank][chunk] & state[(rank + 1) % N][chunk]
 
 
-def test_the_ring_is_drawn_with_every_cell_named():
-    pytest.importorskip("matplotlib")
-    figure = ring.draw_ring("all_reduce", 3)
-    shown = [text.get_text() for axes in figure.axes for text in axes.texts]
-    assert len(shown) == 5 * 9 and shown.count("all") == 3 + 6 + 9
-    step = ring.draw_ring_step("all_gather", 4, 99)
-    assert [text.get_text() for text in step.axes[0].texts] == ["0", "1", "2", "3"] * 4
-    sent = ring.draw_sent({"all_reduce": {2: 1.0, 4: 1.5}, "all_gather": {2: 0.5, 4: 0.75}})
-    assert [tuple(points.get_offsets()[1]) for points in sent.axes[0].collections] == [(3.95, 1.5), (4.0, 0.75)]
+def test_two_ranks_reduce_and_scatter_in_one_step_counted_by_hand():
+    zero, one, both, none = map(frozenset, ([0], [1], [0, 1], []))
+    assert steps.ring_steps("reduce_scatter", 2) == [[[zero, zero], [one, one]], [[both, none], [none, both]]]
+
+
+def test_a_ring_of_another_kind_or_size_is_refused():
+    with pytest.raises(ValueError, match="all_to_all"):
+        steps.ring_sends("all_to_all", 2)
+    with pytest.raises(ValueError, match="at least 1"):
+        steps.ring_steps("broadcast", 0)
+
+
+def test_the_steps_are_drawn_cell_by_cell():
+    for kind, N, step in (("all_reduce", 4, None), ("all_reduce", 5, 3), ("all_gather", 2, None), ("broadcast", 3, 2)):
+        check_layout(steps.draw_steps(kind, N, step))
+    figure = steps.draw_steps("all_reduce", 3)
+    for axes, state in zip(figure.axes, steps.ring_steps("all_reduce", 3), strict=True):
+        cells = [text.get_text() for text in axes.texts if text.get_text() and "rank" not in text.get_text()]
+        assert cells == [steps.written(cell, 3) for row in state for cell in row if cell]
+    assert len(steps.draw_steps("all_gather", 5, step=2).axes) == 1
+    assert any("4 chunks of P/3 elements, 2 P (N-1)/N" in text for text in texts(figure))
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+def test_the_bars_are_as_long_as_what_was_measured_and_as_the_papers_formula():
+    given = states.from_measured(measured("memory"))
+    figure = states.draw_states(**given)
+    check_layout(figure)
+    bars = [patch.get_width() for patch in figure.axes[0].patches]
+    expected = []
+    for stage, held in given["held"].items():
+        for row in (held, model_state_bytes(given["psi"], 2, stage)):
+            expected += [nbytes for category, nbytes in row.items() if nbytes]
+    assert bars == expected
+    assert {" 1,992 MB", " 979 MB", "  paper 996", "communication", "747"} <= set(texts(figure))
+
+
+# --- moments and ownership, from a run ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_two_ranks_hold_adds_up_to_the_walk_and_is_drawn_so(ranks, dtype):
+    stories, held_by, bars = {}, {}, {}
+    for stage in range(4):
+        results = ranks(2).run(train, stage, dtype)
+        for held, counters, kept, *_ in results:
+            mine = sum(holding.nbytes for unit in kept for holding in unit)
+            resident = held["parameters"] + held["gradients"] + held["optimizer"]
+            assert mine == resident - counters
+        held, _, _, flat, story, before_step, psi = results[0]
+        bars[stage], stories[f"stage {stage}"] = held, story
+        held_by[stage] = [holding for result in results for holding in result[2][1]]
+        assert [label for label, _ in story.phases] == ["forward", "backward", "step"]
+        assert len(story.totals) == 1 + sum(count for _, count in story.phases)
+        assert story.totals[story.phases[0][1] + story.phases[1][1]] == before_step
+    check_layout(states.draw_states(bars, psi, 2, dtype.itemsize))
+
+    figure = moments.draw_moments(stories, "a tiny GPT")
+    check_layout(figure)
+    for axes, story in zip(figure.axes, stories.values(), strict=True):
+        peak = next(line for line in axes.lines if line.get_marker() == "o")
+        assert list(peak.get_ydata()) == [max(story.totals)]
+        tops = [bands.get_paths()[0].get_extents().y1 for bands in axes.collections]
+        assert max(tops) == max(story.totals)
+
+    figure = ownership.draw_ownership(flat, held_by)
+    check_layout(figure)
+    places = [(stage, rank) for stage in range(4) for rank in range(2)]
+    for axes, (stage, rank) in zip(figure.axes, places, strict=True):
+        mine = [holding for holding in held_by[stage] if holding.rank == rank and holding.use != "lent"]
+        filled = [patch for patch in axes.patches if patch.get_fc()[3] > 0]  # outlines and hatches are clear
+        assert sum(patch.get_width() * patch.get_height() for patch in filled) == sum(h.nbytes for h in mine)
+
+
+def test_a_story_is_the_last_step_of_a_recording_counted_by_hand():
+    with Recorder() as recorder:
+        kept = [torch.ones(100)]
+        for size in (10, 20):
+            recorder.mark("forward")
+            kept.append(torch.ones(size))
+            recorder.mark("backward")
+            del kept[-1]
+            recorder.mark("end")
+        kept.append(torch.ones(1000))
+    story = moments.last_step(recorder)
+    assert story.phases == [("forward", 1), ("backward", 1)]
+    assert story.totals == [400, 480, 400]
+    assert story.series["activations"] == [0, 80, 0]
+
+
+def test_stories_of_different_phases_are_not_drawn_on_one_scale():
+    series = {category: [0, 1] for category in moments.ORDER}
+    with pytest.raises(ValueError, match="different phases"):
+        moments.draw_moments({"a": Story([("forward", 1)], series), "b": Story([("step", 1)], series)})
+
+
+def test_bytes_that_are_lent_are_not_counted_as_held_and_fill_no_area():
+    flat = Layout("u", 8, [("w", 0, 6), ("b", 6, 2)])
+    lent = Holding(0, "parameters", "bfloat16", 2, 0, 8, "lent")
+    held = [lent, Holding(0, "master", "float32", 4, 0, 4), Holding(1, "master", "float32", 4, 4, 8)]
+    figure = ownership.draw_ownership(flat, {3: held})
+    assert [h.nbytes for h in held] == [0, 16, 16]
+    assert {"16.0 B = 2 P", "parameters bf16", "master fp32", "w", "b"} <= set(texts(figure))
+
+
+# --- gantt ----------------------------------------------------------------------------------------
+
+
+# ms        0    1    2    3    4    5    6
+# compute   [ forward ]    [backward][step]
+# wire           [ gather  ]    [reduce ]
+SPANS = [
+    Span(0, "compute", "forward blocks.0", 0, 2),
+    Span(0, "wire", "all_gather blocks.1", 1, 3),
+    Span(0, "compute", "backward blocks.0", 3, 5),
+    Span(0, "wire", "reduce_scatter blocks.0", 4, 6),
+    Span(0, "compute", "step", 5, 5.5),
+]
+
+
+def test_exposed_is_what_the_wire_does_alone():
+    assert gantt.exposed(SPANS) == [(2, 3), (5.5, 6)]
+    assert gantt.exposed([span for span in SPANS if span.lane == "wire"]) == [(1, 3), (4, 6)]
+    assert gantt.exposed([span for span in SPANS if span.lane == "compute"]) == []
+    around = [Span(0, "compute", "forward", 0, 1), Span(0, "compute", "forward", 2, 9), Span(0, "wire", "copy", 0, 3)]
+    assert gantt.exposed(around) == [(1, 2)]
+
+
+def test_kernels_become_spans_of_milliseconds_on_two_lanes():
+    kernels = [
+        Kernel("nvjet_tst", 7, 5000, 6000),
+        Kernel("ncclDevKernel_AllReduce_Sum", 9, 5500, 6500),
+        Kernel("Memcpy PtoP", 9, 6500, 7000),
+        Kernel("FusedAdam", 7, 6600, 6800),
+    ]
+    spans = gantt.from_kernels(kernels, rank=1)
+    assert [(span.lane, span.kind) for span in spans] == [
+        ("compute", "matmul"),
+        ("wire", "all_reduce"),
+        ("wire", "all_gather"),
+        ("compute", "optimizer"),
+    ]
+    assert [(span.start, span.end) for span in spans] == [(0, 1), (0.5, 1.5), (1.5, 2), (1.6, 1.8)]
+    assert {span.rank for span in spans} == {1}
+    assert gantt.from_kernels([]) == []
+
+
+def test_bars_lie_where_the_spans_say():
+    both = SPANS + [Span(1, span.lane, span.label, span.start, span.end) for span in SPANS]
+    figure = gantt.draw_gantt(both, "Stage 3", "invented")
+    check_layout(figure)
+    drawn = []
+    for bars in figure.axes[0].collections:
+        drawn.append([(path.get_extents().x0, path.get_extents().x1) for path in bars.get_paths()])
+    rank = [[(0, 2), (3, 5), (5, 5.5)], [(1, 3), (4, 6)], [(2, 3), (5.5, 6)]]
+    assert drawn == rank + rank
+    assert texts(figure).count(f"exposed {length(gantt.exposed(SPANS)):.2f} ms") == 2
+    with pytest.raises(ValueError, match="lunch"):
+        gantt.draw_gantt([Span(0, "compute", "lunch", 0, 1)])
+
+
+# --- curves ---------------------------------------------------------------------------------------
+
+
+def test_the_lines_are_the_measured_losses_and_their_differences():
+    losses = curves.from_measured(measured("training"))
+    assert list(losses) == [0, 1, 2, 3] and [step for step, _ in losses[0]] == list(range(5, 45, 5))
+    figure = curves.draw_curves(losses, "124M")
+    check_layout(figure)
+    upper, lower = figure.axes
+    for line, curve in zip(upper.lines, losses.values(), strict=True):
+        assert list(zip(*line.get_data())) == curve
+    for line, curve in zip(lower.lines[1:], curves.differences(losses).values(), strict=True):
+        assert list(zip(*line.get_data())) == curve
+    most = max(abs(value) for curve in curves.differences(losses).values() for _, value in curve)
+    assert f"Losses: at most {most:.2g} apart" in texts(figure)
+
+
+def test_plain_lists_that_are_equal_are_said_to_be():
+    figure = curves.draw_curves({0: [3.0, 2.0], 3: [3.0, 2.0]})
+    check_layout(figure)
+    assert "Losses: equal to the bit" in texts(figure)
+    figure = curves.draw_curves({"torch DDP": [3.0, 2.0], 0: [3.0, 2.0], 1: [3.0, 2.5], 2: [3, 2], 3: [3, 2]})
+    assert len(figure.axes[0].lines) == 5 and " torch DDP" in texts(figure)
+    with pytest.raises(ValueError, match="other steps"):
+        curves.draw_curves({0: [3.0, 2.0], 3: [3.0]})
+
+
+# --- labels ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("places", [[], [1.0], [0, 0, 0], [5, 4, 4.5, 0], [0, 0.9, 1.8, 9]])
+def test_spread_labels_are_a_gap_apart_and_in_order(places):
+    moved = frame.spread(places, 1.0)
+    order = sorted(range(len(places)), key=places.__getitem__)
+    lines = [moved[index] for index in order]
+    assert all(b - a >= 1 - 1e-9 for a, b in zip(lines, lines[1:]))
+    assert sum(moved) == pytest.approx(sum(places))
 
 
 def test_bars_of_states_are_as_long_as_what_was_measured():
     pytest.importorskip("matplotlib")
     measured = {"stage 0": {"parameters": 200, "gradients": 200, "optimizer": 1200, "other": 4}}
     formula = {"stage 0": {"parameters": 200.0, "gradients": 200.0, "optimizer": 1200.0}}
-    axes = states.draw_states(measured, formula, psi=100).axes[0]
+    axes = per_parameter.draw_per_parameter(measured, formula, psi=100).axes[0]
     widths = [round(bar.get_width(), 6) for bar in axes.patches]
     assert widths == [2, 2, 12, 0.04, 2, 2, 12]
     texts = [text.get_text() for text in axes.texts]
     assert {"parameters", "gradients", "optimizer", "2.0", "12.0", "16.0"} == set(texts)
 
 
-def test_memory_through_a_step_is_drawn_as_high_as_it_was():
-    pytest.importorskip("matplotlib")
-    series = {name: [0, 0, 0, 0] for name in states.COLOURS} | {
-        "parameters": [4_000_000] * 4,
-        "gradients": [0, 1e6, 2e6, 0],
-    }
-    recording = series, [("start", 0), ("forward", 1), ("backward", 2), ("step", 3)]
-    figure = moments.draw_moments({"all": recording, "last": moments.last_step(recording)})
-    for axes, peak, marks in zip(figure.axes, (6.0, 6.0), ([1, 2, 3], [0, 1, 2])):
-        texts = [text.get_text().strip() for text in axes.texts]
-        assert texts == [f"{peak:.2f}", "forward", "backward", "step"]
-        assert [text.get_position()[0] for text in axes.texts[1:]] == marks
-    assert [text.get_text() for text in figure.legends[0].texts] == ["parameters", "gradients"]
+def test_dots_of_what_was_sent_are_where_it_was_measured():
+    figure = sent.draw_sent({"all_reduce": {2: 1.0, 4: 1.5}, "all_gather": {2: 0.5, 4: 0.75}})
+    assert [tuple(points.get_offsets()[1]) for points in figure.axes[0].collections] == [(3.95, 1.5), (4.0, 0.75)]

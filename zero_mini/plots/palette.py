@@ -8,3 +8,23 @@ COMMUNICATION = "#8c8c8c"  # grey
 NEUTRAL = "#c9cdd2"  # what is not the point: peers, backgrounds
 INK = "#22262b"  # text
 FAINT = "#6b7178"  # notes, axes
+
+CATEGORY = {  # of memory.py, in the order in which they are stacked
+    "parameters": PARAMETERS,
+    "gradients": GRADIENTS,
+    "optimizer": OPTIMIZER,
+    "activations": ACTIVATIONS,
+    "communication": COMMUNICATION,
+    "other": NEUTRAL,
+}
+STAGE = {0: INK, 1: OPTIMIZER, 2: GRADIENTS, 3: PARAMETERS}  # by what a stage is the first to shard
+
+
+def tint(colour: str, share: float) -> str:
+    """The colour mixed with white: all of it at share 1, white at 0.
+
+    >>> tint("#2f6db3", 1), tint("#2f6db3", 0), tint("#000000", 0.5)
+    ('#2f6db3', '#ffffff', '#808080')
+    """
+    parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(255 + (part - 255) * share):02x}" for part in parts)

@@ -1,71 +1,103 @@
-"""Where the bytes of a rank are: one bar a stage, measured by looking, and under it what the paper's formula says.
+"""Bytes of model states on one rank at each stage, by category: what a walk finds, and below it the paper's formula.
 
-Colours are those of the categories everywhere. The measured bar is thick; the formula's is the thin one below it, with
-the same order, so that what was not foreseen (padding, slots, the root's buffers) sticks out.
+    stage 0   [par][gra][    optimizer     ] 1,992 MB     measured: memory.walk
+              [par][gra][    optimizer     ] paper 1,992  memory.model_state_bytes
 
-Left out: activations, which no formula of the stages covers; they have a figure of their own.
+Left out: activations at their peak, and what an allocator rounds up; moments.py shows when which byte lives.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zero_mini.plots import palette
+from zero_mini.memory import model_state_bytes
+from zero_mini.plots.frame import LETTER_IN, page, panel, spread, three_digits, unit_of
+from zero_mini.plots.palette import CATEGORY, FAINT, INK, tint
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {
-    "parameters": palette.PARAMETERS,
-    "gradients": palette.GRADIENTS,
-    "optimizer": palette.OPTIMIZER,
-    "activations": palette.ACTIVATIONS,
-    "communication": palette.COMMUNICATION,
-    "other": palette.NEUTRAL,
-}
+WIDTH_IN, STAGE_IN = 4.55, 0.62  # of the longest bar; of a stage, down the page
+SHARDED = ("nothing sharded", "P_os", "P_os+g", "P_os+g+p")
 
 
-def spans(parts: dict[str, float]) -> list[tuple[str, float, float]]:
-    """(category, start, length) of the parts that are not zero, one behind the other in the order of COLOURS.
+def from_measured(kept: dict) -> dict:
+    """What memory.json holds -> the arguments of `draw_states`.
 
-    >>> spans({"gradients": 2.0, "parameters": 4.0, "optimizer": 0.0})
-    [('parameters', 0.0, 4.0), ('gradients', 4.0, 2.0)]
+    >>> stage = {"held_bytes": {"parameters": 4}, "units_P": {"root": 1, "blocks.0": 1}}
+    >>> from_measured({"machine": {"cards": 2, "card": "X"},
+    ...                "memory": {"model": "2", "precision": "bf16", "stages": {"0": stage}}})
+    {'held': {0: {'parameters': 4}}, 'psi': 2, 'world_size': 2, 'itemsize': 2, 'title': '2 in bf16 on 2 x X'}
     """
-    found, at = [], 0.0
-    for category in COLOURS:
-        if parts.get(category, 0) > 0:
-            found.append((category, at, float(parts[category])))
-            at += parts[category]
-    return found
+    memory, machine = kept["memory"], kept["machine"]
+    stages = {int(stage): row for stage, row in memory["stages"].items()}
+    return {
+        "held": {stage: row["held_bytes"] for stage, row in stages.items()},
+        "psi": sum(next(iter(stages.values()))["units_P"].values()),
+        "world_size": machine["cards"],
+        "itemsize": 4 if memory["precision"] == "fp32" else 2,
+        "title": f"{memory['model']} in {memory['precision']} on {machine['cards']} x {machine['card']}",
+    }
 
 
-def draw_states(measured: dict[str, dict[str, float]], formula: dict[str, dict[str, float]], psi: float) -> Figure:
-    """measured and formula: label of a bar -> category -> bytes. psi: parameters; bars are in bytes a parameter."""
-    from matplotlib.figure import Figure
+def segments(held: dict[str, float]) -> list[tuple[str, float, float]]:
+    """(category, start, bytes) of what is there, end to end in the order of the categories.
 
-    figure = Figure(figsize=(6.4, 0.95 + 0.62 * len(measured)), layout="constrained")
-    axes = figure.subplots()
-    named = set()
-    for place, (label, parts) in enumerate(measured.items()):
-        for category, start, length in spans({c: b / psi for c, b in parts.items()}):
-            axes.barh(place, length, left=start, height=0.42, color=COLOURS[category], edgecolor="white", linewidth=0.8)
-            if length > 0.8:
-                axes.text(
-                    start + length / 2, place, f"{length:.1f}", ha="center", va="center", fontsize=7.5, color="white"
-                )
-            if category not in named and length > 0.5:  # where a category comes first, its name stands above
-                named.add(category)
-                axes.text(start, place - 0.26, category, va="bottom", fontsize=7.5, color=COLOURS[category])
-        for category, start, length in spans({c: b / psi for c, b in formula.get(label, {}).items()}):
-            axes.barh(place + 0.3, length, left=start, height=0.1, color=COLOURS[category], alpha=0.75)
+    >>> segments({"optimizer": 8, "gradients": 0, "parameters": 4})
+    [('parameters', 0, 4), ('optimizer', 4, 8)]
+    """
+    placed, start = [], 0
+    for category in CATEGORY:
+        if held.get(category):
+            placed.append((category, start, held[category]))
+            start += held[category]
+    return placed
+
+
+def draw_states(
+    held: dict[int, dict[str, float]], psi: float, world_size: int, itemsize: int = 2, title: str = ""
+) -> Figure:
+    """A pair of bars for each stage. held: stage -> bytes by category; psi: elements, padding included."""
+    paper = {stage: model_state_bytes(psi, world_size, stage, itemsize) for stage in held}
+    longest = max(sum(states.values()) for states in (*held.values(), *paper.values()))
+    size, unit = unit_of(longest / 10)  # small categories need digits too
+    note = f"{title + '; ' if title else ''}after a backward, in {unit} ({size:.0e} bytes)".replace("e+0", "e")
+    figure = page(0.95 + STAGE_IN * len(held), "Model states on one rank: measured, and by the paper's formula", note)
+    axes = panel(figure, 1.05, 0.88, WIDTH_IN, STAGE_IN * len(held))
+    axes.set(xlim=(0, longest), ylim=(len(held) - 0.1, -0.1))
+    named: set[str] = set()
+    for row, stage in enumerate(held):
         axes.text(
-            sum(parts.values()) / psi + 0.15, place, f"{sum(parts.values()) / psi:.1f}", va="center", fontsize=8.5
+            -0.1 / WIDTH_IN * longest, row + 0.21, f"stage {stage}", ha="right", va="center", fontsize=9.5, color=INK
         )
-    axes.set_yticks(range(len(measured)), list(measured), fontsize=9, color=palette.INK)
-    axes.set(ylim=(len(measured) - 0.45, -0.6), xlabel="bytes a parameter on one rank (thin: the formula)")
-    axes.xaxis.label.set(fontsize=8, color=palette.FAINT)
-    axes.tick_params(axis="x", labelsize=8, labelcolor=palette.FAINT, color=palette.NEUTRAL)
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_xlim(0, 1.08 * max(sum(parts.values()) for parts in measured.values()) / psi)
+        below = dict(ha="right", va="center", fontsize=7.5, color=FAINT)
+        axes.text(-0.1 / WIDTH_IN * longest, row + 0.51, SHARDED[stage], **below)
+        bar(axes, row + 0.21, 0.36, held[stage], size, 1.0)
+        bar(axes, row + 0.51, 0.14, paper[stage], size, 0.45)
+        right = sum(held[stage].values())
+        total = f" {three_digits(right / size)} {unit}"
+        axes.text(right, row + 0.21, total, va="center", fontsize=9.5, color=INK, fontweight="bold")
+        end, sums = sum(paper[stage].values()), three_digits(sum(paper[stage].values()) / size)
+        axes.text(end, row + 0.51, f"  paper {sums}", va="center", fontsize=8, color=FAINT)
+        new = [(c, start + n / 2) for c, start, n in segments(held[stage]) if n > longest / 100 and c not in named]
+        name(axes, row, new, longest)
+        named.update(category for category, _ in new)
     return figure
+
+
+def bar(axes: Axes, y: float, height: float, held: dict[str, float], size: float, share: float) -> None:
+    """One stack; its numbers are inside where there is room."""
+    for category, start, nbytes in segments(held):
+        colour = tint(CATEGORY[category], share)
+        axes.barh(y, nbytes, height, left=start, color=colour, edgecolor="white", linewidth=0.6)
+        text = three_digits(nbytes / size)
+        if share == 1 and nbytes / axes.get_xlim()[1] * WIDTH_IN > (len(text) + 0.5) * LETTER_IN * 8:
+            axes.text(start + nbytes / 2, y, text, ha="center", va="center", fontsize=8, color="white")
+
+
+def name(axes: Axes, row: int, new: list[tuple[str, float]], longest: float) -> None:
+    """The categories that come for the first time, above their segments."""
+    for (category, _), place in zip(new, spread([middle for _, middle in new], 0.78 / WIDTH_IN * longest)):
+        style = dict(ha="center", va="bottom", fontsize=8, fontweight="bold", color=CATEGORY[category])
+        axes.text(place, row, category, **style)
