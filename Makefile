@@ -15,7 +15,7 @@ train: .venv/installed
 
 test: .venv/installed-test
 	.venv/bin/python -m pytest $(ARGS)
-	.venv/bin/python -m pytest --nbval notebooks
+	.venv/bin/python -m pytest --nbval --nbval-current-env notebooks --ignore notebooks/student
 
 course: .venv/installed-lessons
 	.venv/bin/jupyter lab notebooks
