@@ -234,8 +234,8 @@ class DDP(Hooks, Whole, Clipping):
     @torch.no_grad()
     def begin_step(self) -> None:
         """The optimizer's step has been called: hand it its gradients, or do what it would, in one pass."""
-        self.check_step()
         if one_pass.suits(self):
+            self.check_step()
             one_pass.step(self)
         else:
             self.before_step()

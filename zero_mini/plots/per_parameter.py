@@ -12,23 +12,10 @@ from typing import TYPE_CHECKING
 
 from zero_mini.plots import palette
 from zero_mini.plots.palette import CATEGORY
+from zero_mini.plots.states import segments
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-def spans(parts: dict[str, float]) -> list[tuple[str, float, float]]:
-    """(category, start, length) of the parts that are not zero, one behind the other in the order of CATEGORY.
-
-    >>> spans({"gradients": 2.0, "parameters": 4.0, "optimizer": 0.0})
-    [('parameters', 0.0, 4.0), ('gradients', 4.0, 2.0)]
-    """
-    found, at = [], 0.0
-    for category in CATEGORY:
-        if parts.get(category, 0) > 0:
-            found.append((category, at, float(parts[category])))
-            at += parts[category]
-    return found
 
 
 def draw_per_parameter(
@@ -41,7 +28,7 @@ def draw_per_parameter(
     axes = figure.subplots()
     named = set()
     for place, (label, parts) in enumerate(measured.items()):
-        for category, start, length in spans({c: b / psi for c, b in parts.items()}):
+        for category, start, length in segments({c: b / psi for c, b in parts.items()}):
             axes.barh(
                 place, length, left=start, height=0.42, color=CATEGORY[category], edgecolor="white", linewidth=0.8
             )
@@ -52,7 +39,7 @@ def draw_per_parameter(
             if category not in named and length > 0.5:  # where a category comes first, its name stands above
                 named.add(category)
                 axes.text(start, place - 0.26, category, va="bottom", fontsize=7.5, color=CATEGORY[category])
-        for category, start, length in spans({c: b / psi for c, b in formula.get(label, {}).items()}):
+        for category, start, length in segments({c: b / psi for c, b in formula.get(label, {}).items()}):
             axes.barh(place + 0.3, length, left=start, height=0.1, color=CATEGORY[category], alpha=0.75)
         axes.text(
             sum(parts.values()) / psi + 0.15, place, f"{sum(parts.values()) / psi:.1f}", va="center", fontsize=8.5
