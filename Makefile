@@ -7,7 +7,7 @@ STAGE ?= 2
 N ?= 2
 ARGS ?=
 
-.PHONY: train test lint course student
+.PHONY: train test lint course lessons student address
 .NOTPARALLEL:
 
 train: .venv/installed
@@ -20,6 +20,10 @@ test: .venv/installed-test
 course: .venv/installed-lessons
 	.venv/bin/jupyter lab notebooks
 
+# For who changes a lesson: run them all again, in place.
+lessons: .venv/installed-lessons
+	.venv/bin/python notebooks/execute.py notebooks/*.ipynb
+
 student: .venv/installed-student
 	.venv/bin/jupyter nbconvert --to notebook --output-dir notebooks/student --ClearOutputPreprocessor.enabled=True \
 		--NotebookExporter.preprocessors=nbgrader.preprocessors.ClearSolutions \
@@ -28,6 +32,11 @@ student: .venv/installed-student
 lint: .venv/installed-lint
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+# Not for every day: the repository's address, as pyproject.toml has it, into the README's badges and the lessons.
+ADDRESS := $(shell sed -n 's|^Repository = "https://github.com/\([^"]*\)".*|\1|p' pyproject.toml)
+address:
+	perl -pi -e 's#(github(\.com)?/)[\w.-]+/zero_mini\b#$$1$(ADDRESS)#g' README.md notebooks/*.ipynb
 
 .venv/installed-test: EXTRA = [test,lessons,student]
 .venv/installed-lessons: EXTRA = [lessons]

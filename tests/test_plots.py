@@ -10,7 +10,7 @@ import zero_mini
 from zero_mini.comm import Call
 from zero_mini.gpt import GPT, GPTConfig
 from zero_mini.memory import Recorder, model_state_bytes, walk
-from zero_mini.plots import curves, frame, gantt, moments, ownership, per_parameter, sent, states, steps
+from zero_mini.plots import curves, frame, gantt, moments, ownership, per_parameter, sent, states, steps, wire_time
 from zero_mini.plots.gantt import Span
 from zero_mini.plots.holdings import Holding, Layout, holdings, layout
 from zero_mini.plots.moments import Story
@@ -229,6 +229,24 @@ def test_bytes_that_are_lent_are_not_counted_as_held_and_fill_no_area():
     assert {"16.0 B = 2 P", "parameters bf16", "master fp32", "w", "b"} <= set(texts(figure))
 
 
+def test_a_thinned_story_keeps_its_phases_its_beginning_and_its_peak():
+    totals = [5, 1, 9, 2, 8, 3]
+    series = {category: [0] * 6 for category in moments.ORDER} | {"activations": totals}
+    thin = Story([("forward", 4), ("backward", 1)], series).thinned(2)
+    assert thin.phases == [("forward", 2), ("backward", 1)]
+    assert thin.totals == [5, 9, 8, 3]
+    assert Story([("forward", 4), ("step", 1)], series).thinned(9).totals == totals
+    assert Story([("forward", 0), ("step", 5)], series).thinned(1).phases == [("forward", 0), ("step", 1)]
+
+
+def test_the_recorded_step_of_two_gpus_is_drawn_with_its_machine():
+    shown = moments.from_measured(measured("moments"), 1, 2)
+    assert list(shown["stories"]) == ["stage 1", "stage 2"] and "2 x NVIDIA" in shown["title"]
+    for story in shown["stories"].values():
+        assert len(story.totals) == 1 + sum(count for _, count in story.phases)
+    check_layout(moments.draw_moments(**shown))
+
+
 # --- gantt ----------------------------------------------------------------------------------------
 
 
@@ -269,6 +287,27 @@ def test_kernels_become_spans_of_milliseconds_on_two_lanes():
     assert [(span.start, span.end) for span in spans] == [(0, 1), (0.5, 1.5), (1.5, 2), (1.6, 1.8)]
     assert {span.rank for span in spans} == {1}
     assert gantt.from_kernels([]) == []
+    assert [span.start for span in gantt.from_kernels(kernels, begin=4000)] == [1, 1.5, 2.5, 2.6]
+
+
+def test_what_computes_without_a_gap_is_one_bar_and_two_collectives_stay_two():
+    def span(lane: str, label: str, start: float, end: float, rank: int = 0) -> Span:
+        return Span(rank, lane, label, start, end)
+
+    separate = [span("compute", "matmul", 3, 4), span("compute", "copy", 4, 5), span("compute", "matmul", 5, 6)]
+    separate += [span("wire", "all_gather", 0, 1), span("wire", "all_gather", 1, 2), span("compute", "copy", 5, 6, 1)]
+    assert gantt.joined(separate) == sorted(separate, key=lambda span: span.start)
+    touching = [span("compute", "matmul", 0, 1), span("wire", "all_gather", 0.5, 2), span("compute", "matmul", 1, 3)]
+    assert gantt.joined(touching) == [span("wire", "all_gather", 0.5, 2), span("compute", "matmul", 0, 3)]
+
+
+@pytest.mark.parametrize("name", ["gantt_0", "gantt_1", "gantt_3"])
+def test_the_recorded_windows_of_two_gpus_are_drawn_with_their_machine(name):
+    shown = gantt.from_measured(measured(name), name)
+    assert {(span.rank, span.lane) for span in shown["spans"]} == {(r, lane) for r in (0, 1) for lane in gantt.LANES}
+    figure = gantt.draw_gantt(**shown)
+    check_layout(figure)
+    assert any("2 x NVIDIA" in text for text in texts(figure))
 
 
 def test_bars_lie_where_the_spans_say():
@@ -335,6 +374,28 @@ def test_bars_of_states_are_as_long_as_what_was_measured():
     assert {"parameters", "gradients", "optimizer", "2.0", "12.0", "16.0"} == set(texts)
 
 
-def test_dots_of_what_was_sent_are_where_it_was_measured():
+def test_what_one_rank_sends_is_drawn_where_it_was_measured():
     figure = sent.draw_sent({"all_reduce": {2: 1.0, 4: 1.5}, "all_gather": {2: 0.5, 4: 0.75}})
-    assert [tuple(points.get_offsets()[1]) for points in figure.axes[0].collections] == [(3.95, 1.5), (4.0, 0.75)]
+    check_layout(figure)
+    axes = figure.axes[0]
+    dots = [points.get_offsets().tolist() for points in axes.collections]
+    assert dots == [[[2.0, 1.0], [4.0, 1.5]], [[2.0, 0.5], [4.0, 0.75]]]
+    for line, points in zip(axes.lines[1:], dots):  # the first is the way through rank 0
+        curve = {round(x, 1): y for x, y in zip(*line.get_data())}
+        assert [curve[x] for x, _ in points] == [y for _, y in points]
+
+
+def test_times_of_collectives_are_drawn_where_they_were_measured():
+    shown = wire_time.from_measured(measured("collectives"))
+    figure = wire_time.draw_wire_time(**shown)
+    check_layout(figure)
+    (axes,) = figure.axes
+    for line, points in zip(axes.lines, shown["measured"].values(), strict=True):
+        assert dict(zip(*line.get_data())) == points
+
+
+def test_a_rate_is_what_one_rank_sends_in_a_second():
+    kinds = {"all_reduce": {2**20: 10.0, 2**30: 8000.0}, "all_gather": {2**20: 9.0, 2**30: 4000.0}}
+    written = texts(wire_time.draw_wire_time(kinds, N=4))
+    assert f"all_reduce, {1.5 * 2**30 / 8e6:.0f} GB/s" in written  # 2 (N-1)/N of the buffer
+    assert f"all_gather, {0.75 * 2**30 / 4e6:.0f} GB/s" in written

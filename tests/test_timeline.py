@@ -37,6 +37,7 @@ def test_summary_of_a_trace_counted_by_hand():
     found = summary(read(TRACE))
     assert found["kernels"] == 6
     assert found["collectives"] == 2
+    assert found["overlapping_compute"] == 1
     assert found["overlapping_a_matmul"] == 1  # the reduction begins as the second product ends
     assert found["exposed_ms"] == pytest.approx(0.5 + 1.0)  # the gather's second half, the whole reduction
     assert found["idle_ms"] == pytest.approx(0.5 + 0.5)  # before the second product, before the update

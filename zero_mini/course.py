@@ -1,4 +1,4 @@
-"""The first cell of every lesson: what is installed here, and where ranks will run.
+"""What lessons share: the first cell, where tensors go, what was recorded on real GPUs, what sliders call.
 
     >>> from zero_mini.course import say_what_is_here
     >>> say_what_is_here()  # doctest: +SKIP
@@ -7,12 +7,20 @@
 Left out: installing anything. It says how.
 """
 
+from __future__ import annotations
+
 import importlib.util
+import json
 import os
 import platform
+from importlib.resources import files
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NEEDED = ("matplotlib", "ipywidgets")
 
@@ -37,3 +45,21 @@ def here() -> torch.device:
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def recorded(name: str) -> dict:
+    """What the package brings along of measurements on GPUs: measured/NAME.json, with the machine that it names.
+
+    FileNotFoundError if there is no such record.
+
+    >>> recorded("memory")["machine"]["cards"]
+    2
+    """
+    return json.loads(files("zero_mini").joinpath(f"measured/{name}.json").read_text())
+
+
+def ring_step(kind: str = "all_reduce", N: int = 4, step: int = 0) -> Figure:
+    """One step of a collective, for a slider; past the last step, the last."""
+    from zero_mini.plots.steps import draw_steps, ring_sends
+
+    return draw_steps(kind, N, min(step, len(ring_sends(kind, N))))

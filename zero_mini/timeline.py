@@ -4,8 +4,9 @@
     wire           ====gather====      ===reduce===
     exposed                      ......            <- the wire works, and no kernel computes
 
-A collective *overlaps a matmul* if a matrix product runs at some moment of it; *exposed* is the time in
-which collectives run and nothing else does: what communication adds to a step. Times are microseconds.
+A collective *overlaps compute* if any other kernel runs at some moment of it, and *a matmul* if a matrix product
+does; *exposed* is the time in which collectives run and nothing else does: what communication adds to a step. Times
+are microseconds.
 
 Left out: the host's side; a trace's arrows between launch and kernel.
 """
@@ -96,13 +97,22 @@ def length(spans: Iterable[tuple[float, float]]) -> float:
     return sum(end - start for start, end in union(spans))
 
 
+def overlapping(spans: list[tuple[float, float]], others: list[tuple[float, float]]) -> int:
+    """How many of the spans share a moment with at least one of the others.
+
+    >>> overlapping([(0, 2), (3, 4)], [(1, 3)])
+    1
+    """
+    return sum(any(start < o_end and o_start < end for o_start, o_end in others) for start, end in spans)
+
+
 def summary(kernels: list[Kernel]) -> dict:
     """Milliseconds by kind, idle and exposed time, and the collectives that overlap a matmul."""
     by_kind: dict[str, list[tuple[float, float]]] = {}
     for kernel in kernels:
         by_kind.setdefault(kernel.kind, []).append((kernel.start, kernel.end))
     computing = [span for kind, spans in by_kind.items() if kind != "collective" for span in spans]
-    collectives, matmuls = by_kind.get("collective", []), by_kind.get("matmul", [])
+    collectives = by_kind.get("collective", [])
     everything = computing + collectives
     whole = max(end for _, end in everything) - min(start for start, _ in everything) if everything else 0.0
     return {
@@ -112,7 +122,6 @@ def summary(kernels: list[Kernel]) -> dict:
         "exposed_ms": (length(everything) - length(computing)) / 1e3,
         "kernels": len(kernels),
         "collectives": len(collectives),
-        "overlapping_a_matmul": sum(
-            any(start < m_end and m_start < end for m_start, m_end in matmuls) for start, end in collectives
-        ),
+        "overlapping_compute": overlapping(collectives, computing),
+        "overlapping_a_matmul": overlapping(collectives, by_kind.get("matmul", [])),
     }

@@ -69,13 +69,17 @@ class Span:
         return self.label.partition(" ")[0]
 
 
-def from_kernels(kernels: list[Kernel], rank: int = 0) -> list[Span]:
-    """A GPU's kernels as spans, from the first one's start. Copies between GPUs are gathers by copy engines.
+def from_kernels(kernels: list[Kernel], rank: int = 0, begin: float | None = None) -> list[Span]:
+    """A GPU's kernels as spans, from `begin` (microseconds) or the first one's start.
+
+    Copies between GPUs are gathers by copy engines. The clocks of one host's GPUs agree, so that two ranks' spans
+    from one `begin` are on one scale.
 
     >>> from_kernels([Kernel("nvjet", 7, 1000, 3000), Kernel("ncclDevKernel_ReduceScatter", 9, 2000, 3500)])[1]
     Span(rank=0, lane='wire', label='reduce_scatter', start=1.0, end=2.5)
     """
-    begin = min((kernel.start for kernel in kernels), default=0.0)
+    if begin is None:
+        begin = min((kernel.start for kernel in kernels), default=0.0)
     spans = []
     for kernel in kernels:
         lane, label = "compute", kernel.kind
@@ -84,6 +88,41 @@ def from_kernels(kernels: list[Kernel], rank: int = 0) -> list[Span]:
             lane, label = "wire", next((kind for mark, kind in CARRIED.items() if mark in lowered), "all_gather")
         spans.append(Span(rank, lane, label, (kernel.start - begin) / 1e3, (kernel.end - begin) / 1e3))
     return spans
+
+
+def joined(spans: list[Span], gap_ms: float = 0.01) -> list[Span]:
+    """Spans of a rank's lane and label that follow one another within the gap, as one: what a picture can show.
+
+    >>> joined([Span(0, "compute", "matmul", 0, 1), Span(0, "compute", "matmul", 1.005, 2)])
+    [Span(rank=0, lane='compute', label='matmul', start=0, end=2)]
+    """
+    last: dict[tuple[int, str], Span] = {}
+    found = []
+    for span in sorted(spans, key=lambda span: span.start):
+        before = last.get((span.rank, span.lane))
+        if before and before.label == span.label and span.start - before.end <= gap_ms and span.lane == "compute":
+            found.remove(before)
+            span = Span(span.rank, span.lane, span.label, before.start, max(before.end, span.end))
+        last[span.rank, span.lane] = span
+        found.append(span)
+    return found
+
+
+def from_measured(kept: dict, name: str) -> dict:
+    """What NAME.json holds -> the arguments of `draw_gantt`.
+
+    >>> kept = {"machine": {"cards": 2, "card": "X"}, "gantt_3": {"model": "1.5B", "stage": 3, "part": "backward",
+    ...         "ms": 12.0, "spans": [[0, "wire", "all_gather", 1.0, 2.0]]}}
+    >>> from_measured(kept, "gantt_3")["note"]
+    '12 ms of the backward of a step at stage 3: 1.5B on 2 x X'
+    """
+    window, machine = kept[name], kept["machine"]
+    of = f"{window['ms']:g} ms of the {window['part']} of a step at stage {window['stage']}"
+    return {
+        "spans": [Span(*row) for row in window["spans"]],
+        "note": f"{of}: {window['model']} on {machine['cards']} x {machine['card']}",
+        "until": window["ms"],
+    }
 
 
 def exposed(spans: list[Span]) -> list[tuple[float, float]]:

@@ -39,6 +39,22 @@ class Story:
     def totals(self) -> list[int]:
         return [sum(now) for now in zip(*self.series.values())]
 
+    def thinned(self, most: int = 150) -> Story:
+        """At most so many instants a phase: of those that share a place, the one with the most bytes.
+
+        So the peak stays, and a story of thousands of instants fits into a small file.
+
+        >>> Story([("forward", 4)], {"other": [0, 1, 5, 2, 3]}).thinned(2)
+        Story(phases=[('forward', 2)], series={'other': [0, 5, 3]})
+        """
+        kept, phases, start, totals = [0], [], 1, self.totals
+        for label, count in self.phases:
+            bounds = [start + count * k // min(most, count) for k in range(min(most, count) + 1)] if count else [start]
+            kept += [max(range(low, high), key=totals.__getitem__) for low, high in zip(bounds, bounds[1:])]
+            phases.append((label, len(bounds) - 1))
+            start += count
+        return Story(phases, {category: [values[at] for at in kept] for category, values in self.series.items()})
+
 
 def last_step(recorder: Recorder, begins: str = "forward", ends: str = "end") -> Story:
     """The recorder's last step: from its last mark `begins` to the mark `ends` after it, or to the end."""
@@ -50,6 +66,19 @@ def last_step(recorder: Recorder, begins: str = "forward", ends: str = "end") ->
     begin, end = bounds[first], bounds[last]
     phases = [(labels[k], bounds[k + 1] - bounds[k]) for k in range(first, last)]
     return Story(phases, {category: values[begin : end + 1] for category, values in series.items()})
+
+
+def from_measured(kept: dict, *stages: int) -> dict:
+    """What moments.json holds of these stages -> the arguments of `draw_moments`."""
+    moments, machine = kept["moments"], kept["machine"]
+    stories = {f"stage {stage}": moments["stages"][str(stage)] for stage in stages}
+    return {
+        "stories": {
+            name: Story([(label, count) for label, count in story["phases"]], story["series"])
+            for name, story in stories.items()
+        },
+        "title": f"{moments['model']} in {moments['precision']} on {machine['cards']} x {machine['card']}",
+    }
 
 
 def instants(phases: list[tuple[str, int]], widths: list[float]) -> list[float]:

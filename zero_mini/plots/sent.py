@@ -1,5 +1,8 @@
 """What one rank sends in a collective, against the number of ranks: measured dots on the lines of the formulas.
 
+In a ring an all-reduce sends 2 P (N-1)/N elements, each of its halves P (N-1)/N: below 2 P and P however many ranks
+there are. Where rank 0 collects every buffer and answers with the sum, it sends P (N-1).
+
 Left out: how a collective travels; steps.py draws that.
 """
 
@@ -7,34 +10,39 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zero_mini.plots.palette import COMMUNICATION, FAINT, INK, NEUTRAL
+from zero_mini.plots.frame import page, panel, scale
+from zero_mini.plots.palette import COMMUNICATION, FAINT, GRADIENTS, INK, NEUTRAL, PARAMETERS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+LINES = {  # what it is called -> elements sent / P, colour
+    "all_reduce": (lambda N: 2 * (N - 1) / N, INK),
+    "reduce_scatter": (lambda N: (N - 1) / N, GRADIENTS),
+    "all_gather": (lambda N: (N - 1) / N, PARAMETERS),
+}
+MOST = 8  # ranks
+
 
 def draw_sent(measured: dict[str, dict[int, float]]) -> Figure:
-    """Elements that a rank sent, in buffers of P, against N: measured dots on the lines of the formulas.
-
-    measured: kind -> N -> elements sent / P.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.6, 2.9), layout="constrained")
-    axes = figure.subplots()
-    most = max(N for points in measured.values() for N in points)
-    for index, (kind, points) in enumerate(measured.items()):
-        passes = 2 if kind == "all_reduce" else 1
-        every = [N / 10 for N in range(20, 10 * most + 6)]
-        style = dict(color=INK, linewidth=1, linestyle="-" if passes == 2 else ":")
-        axes.plot(every, [passes * (N - 1) / N for N in every], zorder=1, **style)
-        marker = dict(zorder=2, s=34, color=COMMUNICATION, marker="os^"[index % 3], edgecolors="white", linewidths=0.6)
-        axes.scatter([N + 0.05 * (index - 1) for N in points], points.values(), **marker)
-    axes.text(most + 0.65, 2 * (most - 1) / most, "all_reduce\n2 (N-1)/N", fontsize=8, va="center", color=INK)
-    axes.text(most + 0.65, (most - 1) / most, "all_gather, reduce_scatter\n(N-1)/N", fontsize=8, va="center", color=INK)
-    axes.set(xlim=(1.8, most + 2.6), ylim=(0, 2.05), xlabel="ranks, N")
-    axes.set_xticks(range(2, most + 1))
-    axes.set_title("sent by one rank, in buffers", loc="left", fontsize=10, fontweight="bold", color=INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8, labelcolor=FAINT, color=NEUTRAL)
+    """measured: collective -> N -> bytes that a rank sent / bytes of its buffer."""
+    figure = page(3.1, "What one rank sends", "in buffers of P elements; dots: measured, lines: formulas")
+    axes = panel(figure, 0.45, 0.62, 4.4, 2.0)
+    every = [N / 10 for N in range(20, 10 * MOST + 1)]
+    axes.plot(every, [N - 1 for N in every], color=NEUTRAL, linewidth=1.2, linestyle="--", zorder=1)
+    for height, kind in enumerate(measured):
+        formula, colour = LINES[kind]
+        axes.plot(every, [formula(N) for N in every], color=colour, linewidth=1.2, zorder=1)
+        sizes = 60 if kind == "reduce_scatter" else 24  # two that cost the same are seen one within the other
+        points = measured[kind]
+        axes.scatter(list(points), list(points.values()), color=colour, s=sizes, zorder=2 + height, edgecolors="white")
+    axes.set(xlim=(1.8, MOST), ylim=(0, 3.4))
+    scale(axes, "bottom", "ranks, N")
+    scale(axes, "left")
+    axes.set_xticks(range(2, MOST + 1))
+    axes.set_yticks(range(4))
+    beside = dict(fontsize=8, va="center", annotation_clip=False)
+    axes.annotate("all through rank 0: N-1", (4.5, 3.2), color=COMMUNICATION, **beside)
+    axes.annotate("all_reduce: 2 (N-1)/N", (MOST + 0.1, 1.75), color=INK, **beside)
+    axes.annotate("reduce_scatter, all_gather:\n(N-1)/N", (MOST + 0.1, 0.875), color=FAINT, **beside)
     return figure
