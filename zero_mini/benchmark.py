@@ -26,14 +26,14 @@ What was tried, on that work unless another is named (ms a step; before -> after
     -----------------------------------------  -----------------  ----------------------------------  --------
     AdamW in one pass (one_pass.py): 28 bytes  -4.5 ms sharded,   the update and its casts 12.2 ->    yes
       a parameter instead of 40                -9 ms at stage 0   7.3; stage 3 205.7 -> 199.5
-    gathers by copy engines (copy_engine.py)   -8 ms, stage 3     201.2 -> 198.7; the host up to      where a
-                                                                  0.4 ms a gather slower              unit has
+    gathers by copy engines (copy_engine.py)   -8 ms, stage 3     201.2 -> 198.7, ablation: -2.3; the where a
+                                                                  host up to 0.4 ms a gather slower   unit has
                                                                                                       30M
     units of several blocks, 350M batch 8      -10 ms, stage 3:   stage 3 75.2 -> 55.9; stage 0       yes
                                                half the calls     65.9 -> 60.9                        (units=)
     a reduction is sent half-way through the   -5 ms: it meets    matrix products 117 -> 112 in the   yes
-      next unit's backward                     attention, not a   profile of stage 0; no difference
-                                               matrix product     beyond noise to sending it later
+      next unit's backward                     attention, not a   profile of stage 0; ablation: -3.9
+                                               matrix product
     gradients into the flat buffer by one cat  -0.2 ms            a block 61 -> 57 us                 yes
       instead of a foreach copy
     fewer thread blocks for NCCL (4, 8, 16)    -3 ms: fewer       stage 3 214, 208, 207 against 207   no
@@ -45,8 +45,19 @@ What was tried, on that work unless another is named (ms a step; before -> after
     torch.compile of each block's forward      a ceiling of 10 %  one graph for all blocks; batch 16  --
                                                                   with a compiled loss: 49.8 % MFU
 
-On a host that launches faster or slower, rows that wait for the host move: FSDP2 and DeepSpeed most of all here.
-CUDA graphs were not tried.
+The ablations can be repeated (--work ablations; comparison/ablations.py): each is stage 3 with one decision taken
+otherwise. In one run on 2 x H200 stage 3 took 185.9 ms (DDP 219.2, forward and backward alone 169.3), and
+
+    no prefetch                                192.3    each block waits for its gather
+    two communicators instead of copy engines  190.8    a gather need not wait for a reduction, but both take SMs
+    reductions at once                         189.8    as soon as a block's gradients are there
+    gathers as kernels                         188.2    on one communicator
+    storage resize instead of two slots        187.2    and 0.13 GiB less: the second slot
+
+Small blocks are another matter: with 350M parameters and batch 8 a GPU finishes before its host has launched the next
+block's kernels (zero-3 is 17 % behind zero-0 there, level with it at batch 32). There, and for FSDP2 and DeepSpeed most
+of all, rows follow the host's speed. CUDA graphs would help such works, and only such; they were not tried, since all
+of a step's hooks and collectives would have to be captured.
 
 Left out: several hosts; tuning of the peers beyond what their documentation says.
 """
@@ -140,7 +151,8 @@ def merge(kept: dict, name: str, entry: dict) -> dict:
     """
     before = kept.get("works", {}).get(name)
     if before and (before["machine"], before["work"]) == (entry["machine"], entry["work"]):
-        entry = entry | {"systems": before["systems"] | entry["systems"]}
+        rows = before["systems"] | entry["systems"]
+        entry = entry | {"systems": {system: rows[system] for system in SYSTEMS if system in rows}}
     return {"works": kept.get("works", {}) | {name: entry}}
 
 
