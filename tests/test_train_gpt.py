@@ -13,8 +13,10 @@ import torch.distributed as dist
 
 from zero_mini import launch, report, train_gpt
 from zero_mini.launch import Place, Refusal, find_device
+from zero_mini.loss_scale import LossScaler
 from zero_mini.options import Options, parse
-from zero_mini.train_gpt import main, prepare
+from zero_mini.train_gpt import find_precision, main, prepare
+from zero_mini.zeroify import zeroify
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SCRIPT = "zero_mini/train_gpt.py"
@@ -155,12 +157,37 @@ def test_accumulated_micro_batches_give_the_losses_of_one_and_cost_the_wire_what
                 assert sent < paper
 
 
-def test_bf16_learns_what_fp32_learns(ranks, tmp_path):
-    for precision in ("fp32", "bf16"):
+def test_16_bits_learn_what_fp32_learns(ranks, tmp_path):
+    for precision in ("fp32", "bf16", "fp16"):
         ranks(2).run(train_at_each_stage, tmp_path / precision, "--steps", "4", "--precision", precision)
     for stage in range(4):
         exact = losses(tmp_path / "fp32" / str(stage))
-        assert losses(tmp_path / "bf16" / str(stage)) == pytest.approx(exact, rel=5e-3)
+        for precision in ("bf16", "fp16"):
+            assert losses(tmp_path / precision / str(stage)) == pytest.approx(exact, rel=5e-3)
+        last = metrics(tmp_path / "fp16" / str(stage))[-2]
+        assert (last["loss_scale"], last["skipped"]) == (2.0**16, 0)
+
+
+def test_a_skipped_step_is_counted_and_moves_neither_weights_nor_learning_rate(ranks, tmp_path):
+    def train(exponent: int) -> None:
+        """With warm-up, every step has a rate of its own."""
+
+        def begun(*args, **options):
+            return zeroify(*args, scaler=LossScaler(scale=2.0**exponent), **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_gpt, "zeroify", begun)
+            folder = tmp_path / str(exponent)
+            train_at_each_stage(folder, "--steps", "4", "--log-every", "1", "--precision", "fp16")
+
+    for exponent in (16, 40):
+        ranks(2).run(train, exponent)
+    for stage in range(4):
+        good, skipping = (metrics(tmp_path / str(exponent) / str(stage)) for exponent in (16, 40))
+        assert [line["skipped"] for line in skipping[1:-1]] == [1, 2, 3, 4] and "loss" not in skipping[1]
+        assert [line["loss_scale"] for line in skipping[1:-1]] == [2.0**39, 2.0**38, 2.0**37, 2.0**36]
+        assert {line["lr"] for line in skipping[1:-1]} == {good[1]["lr"]}
+        assert skipping[-1]["validation_loss"] == skipping[0]["validation_loss"]
 
 
 def test_weights_written_by_two_ranks_at_stage_3_start_one_rank_at_stage_0(tmp_path, alone, capsys):
@@ -256,8 +283,9 @@ def test_bf16_is_refused_on_a_gpu_that_would_only_emulate_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
-    with pytest.raises(ValueError, match="Old GPU does not compute in bf16; use --precision fp32"):
+    with pytest.raises(ValueError, match="Old GPU does not compute in bf16; use --precision fp16"):
         prepare(Options(precision="bf16"), IN_TWO)
+    assert find_precision("auto", torch.device("cuda")) == "fp16"
 
 
 def test_a_folder_that_cannot_be_written_or_is_full_is_refused_at_the_start(alone, capsys, monkeypatch, tmp_path):

@@ -24,13 +24,14 @@ class Clipping:
         Returns the norm before (0-dim, on the device): the same float on every rank and at every
         stage, since each sums the same N partial norms, one for a slice of every unit.
         """
-        if self.coefficient is None:
-            self.collect_means()
-        else:  # clipped before
-            self.before_step()
+        self.collect_means()
         partials = self.partial_norms(norm_type)  # (N)
         total = torch.linalg.vector_norm(partials, norm_type)
-        self.coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        before = self.coefficient  # not multiplied in yet: 1 / the loss scale, or that of an earlier clip
+        if before is not None:
+            total = total * before
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        self.coefficient = coefficient if before is None else coefficient * before
         if not one_pass.suits(self):  # which multiplies as it reads
             self.before_step()
         return total

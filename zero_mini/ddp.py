@@ -21,7 +21,7 @@ overrides the moments it changes, and what follows from them:
     send_ready        a unit, half-way       what was collected before goes on the wire
     reduce            a unit                 its gradients go on the wire
     after_backward    a backward             what has not been sent goes now
-    begin_step        a step                 update in one pass, or ...
+    begin_step        a step                 skip it (fp16), update in one pass, or ...
     before_step       a step                 ... every mean has arrived, for the optimizer to use
     after_step        a step                 every unit's new values are published
     publish           a unit                 the new values reach those who compute with them
@@ -56,10 +56,11 @@ from zero_mini.comm import Comm
 from zero_mini.flat import Unit
 from zero_mini.held import HeldParameter, set_grad
 from zero_mini.hooks import Hooks
+from zero_mini.loss_scale import Scaling
 from zero_mini.whole import Whole
 
 
-class DDP(Hooks, Whole, Clipping):
+class DDP(Hooks, Whole, Clipping, Scaling):
     """The script, and stage 0. Made by `zeroify`; it changes model and optimizer in place.
 
     `master_dtype` is what the optimizer sees (the dtype the model came in), `dtype` what the model
@@ -68,12 +69,13 @@ class DDP(Hooks, Whole, Clipping):
 
     stage = 0
 
-    def __init__(self, model, optimizer, units: list[Unit], comm: Comm, dtype, device, initialise=None):
+    def __init__(self, model, optimizer, units: list[Unit], comm: Comm, dtype, device, initialise=None, scaler=None):
         self.model, self.optimizer, self.units, self.comm = model, optimizer, units, comm
         self.rank, self.world_size, self.device = comm.rank, comm.world_size, device
         self.dtype, self.master_dtype = dtype, units[0].params[0].dtype
         self.mixed = self.dtype != self.master_dtype
         self.trainable = [unit for unit in units if unit.trainable]
+        self.begin_scaling(scaler)
         self.forget_backward()
         self.collecting = False
         self.syncing = True
@@ -208,10 +210,11 @@ class DDP(Hooks, Whole, Clipping):
         self.coefficient = None
 
     def collect_means(self) -> None:
-        """Wait for every mean."""
+        """Wait for every mean; in fp16, see whether one has overflowed."""
         self.check_step()
         for unit in self.units:
             self.finish(unit)
+        self.look_for_overflow()
 
     def check_step(self) -> None:
         """See that nothing but the script has brought a gradient or changed a parameter."""
@@ -234,7 +237,11 @@ class DDP(Hooks, Whole, Clipping):
     @torch.no_grad()
     def begin_step(self) -> None:
         """The optimizer's step has been called: hand it its gradients, or do what it would, in one pass."""
-        if one_pass.suits(self):
+        if self.scaler is not None:
+            self.collect_means()
+        if self.overflow:
+            self.skip()
+        elif one_pass.suits(self):
             self.check_step()
             one_pass.step(self)
         else:
@@ -243,13 +250,14 @@ class DDP(Hooks, Whole, Clipping):
     @torch.no_grad()
     def after_step(self) -> None:
         """Publish every unit's new values, in the order in which the next forward needs them."""
-        for unit in self.trainable:
+        for unit in self.trainable if not self.overflow else []:
             if self.mixed and unit.full is not None and unit not in self.published:
                 unit.kept(unit.full).copy_(unit.master)
             self.publish(unit)
         self.published.clear()
         self.coefficient = None
         self.comm.end_step()
+        self.end_scaling()
 
     def publish(self, unit: Unit) -> None:
         """The own part of `full` is new. At stage 0 that is all of it."""
@@ -278,7 +286,7 @@ class DDP(Hooks, Whole, Clipping):
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient, also those on their way. Stands in for both objects' zero_grad."""
-        self.coefficient = None
+        self.coefficient = self.overflow = None
         for unit in self.units:
             self.finish(unit)
             zeros = torch.zeros_like(unit.master) if unit.holds_gradient and not set_to_none else None

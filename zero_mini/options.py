@@ -35,7 +35,11 @@ class Options:
     global_batch: int = option(32, "sequences in a step, over all ranks", least=1)
     micro_batch: int | None = option(None, "sequences that a rank takes at once; else its whole share", least=1)
     sequence_length: int | None = option(None, "T, tokens in a sequence; else the preset's", least=1)
-    precision: str = option("fp32", "of the computation; the master copy is fp32", choices=("fp32", "bf16"))
+    precision: str = option(
+        "auto",
+        "of the computation, over an fp32 master copy; auto: bf16 on GPUs that have it, fp16 on others, fp32 on a CPU",
+        choices=("auto", "fp32", "bf16", "fp16"),
+    )
     lr: float = option(3e-3, "highest learning rate", above=0)
     warmup: int = option(20, "steps in which it rises; then it falls as a cosine", least=0)
     weight_decay: float = option(0.1, "of matrices", least=0)

@@ -3,12 +3,13 @@
 Source: arXiv 1910.02054, section 3.1; mixed-precision training, arXiv 1710.03740.
 
 The units do the work: `master` is what the optimizer updates (fp32), `full` the cast that the model
-computes with (bf16), gradients are reduced as they come (bf16) and added up in the master's
-precision. What is left for this file is the model's border: inputs in the master's dtype are cast on
-the way in, outputs on the way out, so that a loss outside the model is computed in fp32 (one inside
-has to cast for itself, as gpt.py does). Buffers stay as they are.
+computes with (bf16 or fp16), gradients are reduced as they come (so too) and added up in the master's
+precision. In fp16 the loss is scaled as well: loss_scale.py. What is left for this file is the
+model's border: inputs in the master's dtype are cast on the way in, outputs on the way out, so that
+a loss outside the model is computed in fp32 (one inside has to cast for itself, as gpt.py does).
+Buffers stay as they are.
 
-Left out: fp16, which needs a loss scale.
+Left out: which operations are safe in 16 bits, as autocast knows; a model has to cast for itself where one is not.
 """
 
 import dataclasses

@@ -69,6 +69,7 @@ class Job:
     config: GPTConfig
     device: torch.device
     backend: str
+    precision: str  # "fp32", "bf16" or "fp16"
     micro_batches: int
     stream: Iterator[list[text.Batch]]
     validation: list[text.Batch]
@@ -80,12 +81,7 @@ class Job:
 def prepare(options: Options, place: Place) -> Job:
     """Everything that can go wrong on this rank alone; ValueError says what did."""
     device, backend = find_device(options.device, options.backend, place)
-    if (
-        options.precision == "bf16"
-        and device.type == "cuda"
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
-        raise ValueError(f"{torch.cuda.get_device_name(device)} does not compute in bf16; use --precision fp32")
+    precision = find_precision(options.precision, device)
     changes = {"L": options.L, "d": options.d, "heads": options.heads, "T": options.sequence_length}
     changes = {name: value for name, value in changes.items() if value is not None}
     config = dataclasses.replace(PRESETS[options.model], **changes)
@@ -104,7 +100,21 @@ def prepare(options: Options, place: Place) -> Job:
             check_folder(Path(options.out), 4 * parameter_count(config))
     prompt = held_out[None, :PROMPT_TOKENS].long().to(device)
     k = G // (ranks * micro_batch)
-    return Job(config, device, backend, k, stream, validation, sequences, prompt, weights)
+    return Job(config, device, backend, precision, k, stream, validation, sequences, prompt, weights)
+
+
+def find_precision(wanted: str, device: torch.device) -> str:
+    """What to compute in. ValueError if the card only emulates bf16, which torch calls supported.
+
+    >>> find_precision("auto", torch.device("cpu")), find_precision("fp16", torch.device("cpu"))
+    ('fp32', 'fp16')
+    """
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if wanted == "auto":
+        return "fp32" if device.type == "cpu" else "bf16" if has_bf16 else "fp16"
+    if wanted == "bf16" and device.type == "cuda" and not has_bf16:
+        raise ValueError(f"{torch.cuda.get_device_name(device)} does not compute in bf16; use --precision fp16")
+    return wanted
 
 
 def lr_factor(step: int, warmup: int, steps: int) -> float:
@@ -135,7 +145,7 @@ def train(options: Options, job: Job, place: Place) -> None:
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
     factor = partial(lr_factor, warmup=options.warmup, steps=options.steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[job.precision]
     zero = zeroify(model, optimizer, options.stage, dtype=dtype, device=job.device, initialise=initialise)
 
     speaks = place.rank == 0
@@ -155,6 +165,10 @@ def train(options: Options, job: Job, place: Place) -> None:
     if speaks:
         psi = parameter_count(job.config)
         print(cost_table(psi, options.stage, place.world_size, dtype.itemsize, job.micro_batches, held_bytes, calls))
+        if zero.scaler is not None:
+            print(
+                f"\nloss scale: {zero.scaler.scale:g} at the end; steps skipped for an overflow: {zero.scaler.skipped}"
+            )
         print(f"\nvalidation loss: {at_start:.3f} at the start, {at_end:.3f} at the end")
         if options.sample_length:
             begun, written = (text.decode(part) for part in sample.tensor_split([PROMPT_TOKENS]))
@@ -165,7 +179,7 @@ def train(options: Options, job: Job, place: Place) -> None:
 
 def fit(zero: DDP, scheduler, options: Options, job: Job, folder: Folder) -> tuple[dict[str, int], list[Call]]:
     """The training loop. Returns what this rank held (bytes by category) and sent in the last step."""
-    recent = []  # (loss, norm) of each step since the last reading, on the device
+    recent = []  # (loss, norm) of each step since the last reading, on the device; None for a skipped one
     since = time.perf_counter()
     with tqdm(total=options.steps, disable=zero.rank > 0, unit="step") as bar:
         for step in range(1, options.steps + 1):
@@ -176,9 +190,10 @@ def fit(zero: DDP, scheduler, options: Options, job: Job, folder: Folder) -> tup
             norm = zero.clip_grad_norm_(options.clip)
             lr = scheduler.get_last_lr()[0]
             zero.optimizer.step()
-            scheduler.step()
+            if zero.stepped:  # always, but in fp16
+                scheduler.step()
             zero.optimizer.zero_grad()
-            recent.append(torch.stack([loss, norm]))
+            recent.append(torch.stack([loss, norm]) if zero.stepped else None)
             bar.update()
             if reading:
                 loss, norm = read(recent, step, zero, options)
@@ -188,9 +203,13 @@ def fit(zero: DDP, scheduler, options: Options, job: Job, folder: Folder) -> tup
                 most_bytes = sum(held_bytes.values())
                 if job.device.type == "cuda":  # torch counts what the CPU allocates nowhere
                     most_bytes = torch.cuda.max_memory_allocated(job.device)
-                bar.set_postfix_str(f"loss {loss:.3f}, {readable(speed, '')} tokens/s, {readable(most_bytes)}")
+                learnt = {} if math.isnan(loss) else {"loss": loss, "grad_norm": norm}
+                said = f"loss {loss:.3f}" if learnt else "all steps skipped"
+                bar.set_postfix_str(f"{said}, {readable(speed, '')} tokens/s, {readable(most_bytes)}")
                 costs = {"memory_bytes": most_bytes, "wire_bytes": sent_bytes(zero.ledger, zero.world_size)}
-                folder.note(step=step, loss=loss, lr=lr, grad_norm=norm, tokens_per_s=speed, **costs)
+                if zero.scaler is not None:
+                    costs |= {"loss_scale": zero.scaler.scale, "skipped": zero.scaler.skipped}
+                folder.note(step=step, lr=lr, tokens_per_s=speed, **learnt, **costs)
     return held_bytes, zero.ledger
 
 
@@ -201,7 +220,7 @@ def accumulate(zero: DDP, micro_batches: list[text.Batch], device: torch.device)
         last = index == len(micro_batches) - 1
         with contextlib.nullcontext() if last else zero.no_sync():
             loss = zero.model(to(device, x), to(device, y)) / len(micro_batches)
-            loss.backward()
+            zero.scale(loss).backward()
         total += loss.detach()
     return total
 
@@ -211,18 +230,20 @@ def to(device: torch.device, tokens: torch.Tensor) -> torch.Tensor:
     return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
 
 
-def read(recent: list[torch.Tensor], step: int, zero: DDP, options: Options) -> tuple[float, float]:
-    """The last step's loss, mean over ranks, and norm. The one place where the host waits for the device.
+def read(recent: list[torch.Tensor | None], step: int, zero: DDP, options: Options) -> tuple[float, float]:
+    """The last taken step's loss, mean over ranks, and norm; NaN if all were skipped. Here the host waits.
 
-    Refusal, on every rank, if any rank's loss or norm was not finite in one of the steps up to `step`.
+    Refusal, on every rank, if any rank's loss or norm was not finite in one of the steps up to `step` that was taken.
     """
-    ranks = zero.comm.host_gather(torch.stack(recent).tolist())  # [rank][step](loss, norm)
-    for index, one_step in enumerate(zip(*ranks)):
+    taken = [(number, pair) for number, pair in enumerate(recent, step - len(recent) + 1) if pair is not None]
+    if not taken:  # on all ranks alike
+        return math.nan, math.nan
+    ranks = zero.comm.host_gather(torch.stack([pair for _, pair in taken]).tolist())  # [rank][step](loss, norm)
+    for (number, _), one_step in zip(taken, zip(*ranks)):
         for rank, values in enumerate(one_step):
             for what, value in zip(("loss", "gradient norm"), values):
                 if not math.isfinite(value):
-                    first = step - len(recent) + 1 + index
-                    raise Refusal(f"{what} is {value} at step {first} on rank {rank}; lower --lr ({options.lr})")
+                    raise Refusal(f"{what} is {value} at step {number} on rank {rank}; lower --lr ({options.lr})")
     last = [steps[-1] for steps in ranks]
     return sum(loss for loss, _ in last) / len(last), last[0][1]
 
@@ -242,7 +263,7 @@ def describe(options: Options, job: Job, place: Place) -> str:
     N, k, shape = place.world_size, job.micro_batches, job.config
     lines = [
         f"GPT of {readable(parameter_count(shape), '')} parameters (L={shape.L} d={shape.d} heads={shape.heads}), "
-        f"stage {options.stage}, {options.precision}, ranks: {N} on {job.device.type} by {job.backend}; "
+        f"stage {options.stage}, {job.precision}, ranks: {N} on {job.device.type} by {job.backend}; "
         f"a step is {N} x {k} x {options.global_batch // (N * k)} sequences of {shape.T} tokens"
     ]
     if N == 1:
@@ -282,6 +303,8 @@ def start_and_train(options: Options, job: Job, place: Place, store: dist.Store,
         train(options, job, place)
     except RuntimeError as error:
         why = first_line(error).partition(". ")[0]
+        if "gradients overflowed" in why:
+            raise Refusal(f"{why} (--lr {options.lr:g}, --precision {options.precision})") from error
         if isinstance(error, torch.OutOfMemoryError):
             raise OwnRefusal(f"rank {place.rank}: {why}; lower --micro-batch, or raise --stage") from error
         if isinstance(error, dist.DistError) or "gloo" in why:  # which has no exception of its own

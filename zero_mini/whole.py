@@ -60,7 +60,7 @@ class Whole:
                             set_grad(param, None)
 
     def state_dict(self) -> dict:
-        """{"model": name -> tensor, "optimizer": name -> key -> tensor or number, "groups": [options]}.
+        """{"model": name -> tensor, "optimizer": name -> key -> tensor or number, "groups": [options], "scaler": ...}.
 
         Whole, on the CPU, the same on every rank.
         """
@@ -87,7 +87,8 @@ class Whole:
                 for name, part in zip(unit.names, values):
                     states.setdefault(name, {})[key] = part
         groups = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
-        return {"model": model, "optimizer": states, "groups": groups}
+        scaler = self.scaler and self.scaler.state_dict()
+        return {"model": model, "optimizer": states, "groups": groups, "scaler": scaler}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
@@ -104,6 +105,8 @@ class Whole:
         for group, options in zip(self.optimizer.param_groups, state["groups"]):
             group.update(options)
         self.load_optimizer_states(state["optimizer"])
+        if self.scaler is not None and state.get("scaler"):  # what was saved in bf16 has none
+            self.scaler.load_state_dict(state["scaler"])
 
     def load_optimizer_states(self, states: dict[str, dict]) -> None:
         """name -> key -> tensor or number, whole -> the states of this rank's pieces."""

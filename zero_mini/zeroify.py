@@ -24,6 +24,7 @@ from zero_mini import checks
 from zero_mini.comm import Comm
 from zero_mini.ddp import DDP
 from zero_mini.hooks import hook_optimizer
+from zero_mini.loss_scale import LossScaler
 from zero_mini.units import make_units
 from zero_mini.zero1 import Zero1
 from zero_mini.zero2 import Zero2
@@ -44,11 +45,13 @@ def zeroify(
     initialise: Callable[[str, torch.Tensor], None] | None = None,
     elementwise: bool = False,
     group: dist.ProcessGroup | None = None,
+    scaler: LossScaler | None = None,
 ) -> DDP:
     """Train `model` with `optimizer` at ZeRO stage 0 (plain data parallelism), 1, 2 or 3.
 
     dtype        what the model computes in; None: the dtype of its parameters. With torch.bfloat16
-                 the optimizer keeps the parameters' own dtype as master copy (mixed precision).
+                 the optimizer keeps the parameters' own dtype as master copy (mixed precision). With
+                 torch.float16 the loss must be scaled too: zero.scale(loss).backward().
     units        modules whose parameters travel together, each a module or a list of modules that follow one
                  another (`units.merge_blocks`: for small ones); None: the model's repeated blocks, that is the
                  children of its ModuleLists and Sequentials. The rest is the root unit.
@@ -58,10 +61,11 @@ def zeroify(
                  initialise(name, tensor) one unit at a time, so that at stage 3 no rank ever holds a whole model.
     elementwise  vouches that an optimizer this package does not know updates each element by itself.
     group        the ranks that share the states; None: all of them.
+    scaler       how the loss scale begins and grows in fp16; None: from 2**16, as torch's does.
 
-    Every rank must call it with the same model; rank 0's values are taken. Returns the handle:
-    clip_grad_norm_, no_sync, full_params, state_dict, load_state_dict, memory, ledger. ValueError or RuntimeError,
-    on every rank, if this model and optimizer cannot be trained so.
+    Every rank must call it with the same model; rank 0's values are taken. Returns the handle: clip_grad_norm_,
+    no_sync, scale, full_params, state_dict, load_state_dict, memory, ledger. ValueError or RuntimeError, on every
+    rank, if this model and optimizer cannot be trained so.
     """
     checks.check_process_group()
     comm = Comm(group)
@@ -76,7 +80,8 @@ def zeroify(
     if stage > 0 and comm.averages and comm.world_size > 1 and max(blocks, default=0) >= WORTH_COPY_ENGINES:
         comm.open_copy_engines()
     begun = {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
-    zero = STAGES[stage](model, optimizer, made, comm, dtype or plan.dtype, torch.device(device), initialise)
+    where = torch.device(device)
+    zero = STAGES[stage](model, optimizer, made, comm, dtype or plan.dtype, where, initialise, scaler)
     zero.load_optimizer_states(begun)  # what the optimizer's constructor made, as Adagrad's does
     zero.hook_state_dicts()
     hook_optimizer(zero)
