@@ -10,7 +10,20 @@ import zero_mini
 from zero_mini.comm import Call
 from zero_mini.gpt import GPT, GPTConfig
 from zero_mini.memory import Recorder, model_state_bytes, walk
-from zero_mini.plots import curves, frame, gantt, moments, ownership, per_parameter, sent, states, steps, wire_time
+from zero_mini.plots import (
+    curves,
+    exponents,
+    frame,
+    gantt,
+    loss_scales,
+    moments,
+    ownership,
+    per_parameter,
+    sent,
+    states,
+    steps,
+    wire_time,
+)
 from zero_mini.plots.gantt import Span
 from zero_mini.plots.holdings import Holding, Layout, holdings, layout
 from zero_mini.plots.moments import Story
@@ -399,3 +412,29 @@ def test_a_rate_is_what_one_rank_sends_in_a_second():
     written = texts(wire_time.draw_wire_time(kinds, N=4))
     assert f"all_reduce, {1.5 * 2**30 / 8e6:.0f} GB/s" in written  # 2 (N-1)/N of the buffer
     assert f"all_gather, {0.75 * 2**30 / 4e6:.0f} GB/s" in written
+
+
+def test_a_histogram_of_exponents_has_a_bar_for_each_and_says_what_is_lost():
+    numbers = torch.tensor([2.0**-30, 2.0**-26, 2.0**-25, 1.5 * 2.0**-24, -1.0, 1.9, 0.0, float("inf"), float("nan")])
+    counts = exponents.exponents([numbers.view(3, 3)])
+    assert counts == {-30: 1, -26: 1, -25: 1, -24: 1, 0: 2}
+    halves = numbers[:6].half()
+    # 2^-25 lies in the middle between zero and the smallest number; it is rounded to the even one, zero.
+    assert (halves == 0).tolist() == [True, True, True, False, False, False]
+    assert exponents.share_lost({e: c for e, c in counts.items() if e != -25}) == 2 / 5
+    figure = exponents.draw_exponents(counts, shifts=(0, 8))
+    check_layout(figure)
+    for axes, shift in zip(figure.axes, (0, 8), strict=True):
+        bars = [bar for bar in axes.patches if bar.get_width() == pytest.approx(0.9)]
+        assert [round(bar.get_x() + 0.45 - 0.5) for bar in bars] == [e + shift for e in counts]
+        assert [bar.get_height() * 6 for bar in bars] == pytest.approx(list(counts.values()))
+
+
+def test_the_scale_is_drawn_step_by_step_with_its_skipped_steps():
+    figure = loss_scales.draw_loss_scales([8.0, 4.0, 4.0, 8.0], [False, True, True, False])
+    check_layout(figure)
+    scale, skipped = figure.axes[0].lines
+    assert list(zip(*scale.get_data())) == [(0, 3), (1, 2), (2, 2), (3, 3)]
+    assert list(zip(*skipped.get_data())) == [(0, 3), (3, 3)]
+    with pytest.raises(ValueError, match="2 scales for 1 steps"):
+        loss_scales.draw_loss_scales([1.0, 2.0], [True])
