@@ -30,6 +30,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+OPTIMIZERS = {"AdamW": 2, "SGD with momentum": 1, "SGD": 0}  # fp32 numbers that each keeps for a parameter
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
 
 aten = torch.ops.aten
@@ -44,11 +45,13 @@ def model_state_bytes(
     stage: int,
     compute_dtype_bytes: int = 2,
     accumulate: bool = False,
+    optimizer: str = "AdamW",
 ) -> dict[str, float]:
-    """Bytes of model states that the paper counts on one rank, AdamW, by category.
+    """Bytes of model states that the paper counts on one rank, by category.
 
     psi: elements. compute_dtype_bytes: 2 for bf16 and fp16 over an fp32 master, 4 for fp32.
     accumulate: gradients are summed over several micro-batches, in fp32. Section 5, figure 1.
+    optimizer: one of `OPTIMIZERS`; the paper's is Adam, the others are counted as it counts.
 
     >>> model_state_bytes(7.5e9, 64, 1)
     {'parameters': 15000000000.0, 'gradients': 15000000000.0, 'optimizer': 1406250000.0}
@@ -56,10 +59,12 @@ def model_state_bytes(
     _check(world_size, stage)
     if compute_dtype_bytes not in (2, 4):
         raise ValueError(f"compute_dtype_bytes must be 2 or 4, not {compute_dtype_bytes}")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
     shard = psi / world_size
     gradient_bytes = 4 if accumulate else compute_dtype_bytes
-    # K: momentum and variance; the master only where the parameters are not fp32 themselves.
-    optimizer_bytes = 12 if compute_dtype_bytes == 2 else 8
+    # K: what the optimizer keeps; the master only where the parameters are not fp32 themselves.
+    optimizer_bytes = 4 * OPTIMIZERS[optimizer] + (4 if compute_dtype_bytes == 2 else 0)
     return {
         "parameters": compute_dtype_bytes * (shard if stage >= 3 else psi),
         "gradients": gradient_bytes * (shard if stage >= 2 else psi),
