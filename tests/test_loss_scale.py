@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import OPTIMIZERS, Block, Case, CastDDP, Loop, Stack, build, copies_of, exactly, loss_of
+from models import OPTIMIZERS, Block, Case, CastDDP, Loop, Stack, build, copies_of, exactly, loss_of, place
 from torch import nn
 
 from zero_mini.loss_scale import LossScaler
@@ -144,7 +144,7 @@ def theirs(optimizer: str, clip: float | None, norms: list[torch.Tensor], steps:
     """By torch. Clips by the norms that are given, which must be its own to 1e-6."""
     model, made, schedule = prepare(optimizer)
     side = CastDDP(CASE, model, made, HALF)
-    scaler, run = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2), Trained()
+    scaler, run = torch.amp.GradScaler(place().type, init_scale=2.0**10, growth_interval=2), Trained()
     for step in range(steps):
         set_spike(side.module.blocks[1], step)
         scaler.scale(loss_of(CASE, HALF, side.model, dist.get_rank(), step, 0)).backward()
@@ -197,6 +197,20 @@ def test_fp16_is_torch_ddp_with_a_grad_scaler_to_the_bit(ranks, world_size, opti
         return [d for stage, run in runs.items() for d in differences(f"stage {stage}", run, reference, equal)]
 
     for found in ranks(world_size).run(compare):
+        assert not found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two GPUs, has {torch.cuda.device_count()}")
+@pytest.mark.parametrize("optimizer, clip", [("SGD", None), ("AdamW", 0.05), ("fused AdamW", 0.05)])
+def test_on_gpus_too_fp16_is_torch_ddp_with_a_grad_scaler(nccl, optimizer, clip):
+    def compare() -> list[str]:
+        with exactly():
+            runs = {stage: ours(optimizer, stage, clip) for stage in range(4)}
+            reference = theirs(optimizer, clip, runs[0].norms)
+        return [d for stage, run in runs.items() for d in differences(f"stage {stage}", run, reference, nearly)]
+
+    for found in nccl.run(compare):
         assert not found
 
 

@@ -190,6 +190,30 @@ def test_a_skipped_step_is_counted_and_moves_neither_weights_nor_learning_rate(r
         assert skipping[-1]["validation_loss"] == skipping[0]["validation_loss"]
 
 
+def test_activations_that_are_computed_again_change_no_loss(ranks, tmp_path):
+    plain, saving = tmp_path / "plain", tmp_path / "saving"
+    ranks(2).run(train_at_each_stage, plain, "--steps", "3")
+    options = ["--checkpoint-activations", "1", "--keep-activations", "host", "--loss-chunks", "4"]
+    ranks(2).run(train_at_each_stage, saving, "--steps", "3", *options)
+    for stage in range(4):
+        assert losses(saving / str(stage)) == pytest.approx(losses(plain / str(stage)), rel=1e-6)
+        sent = [metrics(folder / str(stage))[-2]["wire_bytes"] for folder in (plain, saving)]
+        assert sent[0] == sent[1]
+
+
+def test_what_waited_in_host_memory_is_said_at_the_end(alone, capsys):
+    main([*TINY, "--L", "3", "--steps", "1", "--checkpoint-activations", "2", "--keep-activations", "host"])
+    two_inputs = 2 * 8 * 16 * 32 * 4  # of (B, T, d) in fp32
+    assert (
+        f"2 blocks keep their inputs alone and compute the rest again in backward; at most {two_inputs / 1e3:.1f} kB"
+        in (capsys.readouterr().out)
+    )
+
+
+def test_host_memory_without_checkpointing_is_refused(capsys):
+    assert refusal(capsys, *TINY, "--keep-activations", "host").endswith("add --checkpoint-activations 1")
+
+
 def test_weights_written_by_two_ranks_at_stage_3_start_one_rank_at_stage_0(tmp_path, alone, capsys):
     command = [*TORCHRUN, "--nproc-per-node", "2", SCRIPT, "--stage", "3", *TINY, "--steps", "40", "--lr", "0.02"]
     status, out, err = finish(start([*command, "--out", str(tmp_path / "two")]))

@@ -31,6 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zero_mini.chunked_loss import cross_entropy_in_chunks
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -131,12 +133,13 @@ class GPT(nn.Module):
 
     `forward(tokens)` gives logits (B, T, V) in the dtype of the parameters; `forward(tokens, targets)` gives the
     mean cross entropy in nats as an fp32 scalar. Both arguments are (B, T) int64; more than `config.T` tokens
-    raise ValueError. Built under `torch.device("meta")`, it takes its values from `init_weight` later.
+    raise ValueError. With `loss_chunks` the logits of a part of the tokens exist at a time (chunked_loss.py).
+    Built under `torch.device("meta")`, it takes its values from `init_weight` later.
     """
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, loss_chunks: int = 1) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.loss_chunks = config, loss_chunks
         self.wte = nn.Embedding(config.vocab, config.d)
         self.wpe = nn.Embedding(config.T, config.d)
         self.dropout = nn.Dropout(config.dropout)
@@ -157,9 +160,7 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The mean cross entropy of (B, T, d) against (B, T). Apart, so that it can be compiled or replaced."""
-        logits = F.linear(x, self.wte.weight)  # (B, T, V)
-        # bf16 keeps 8 bits: a sum over 50304 exponentials needs more.
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return cross_entropy_in_chunks(x.flatten(0, 1), self.wte.weight, targets.flatten(), self.loss_chunks)
 
 
 def init_weights(module: nn.Module, L: int) -> None:

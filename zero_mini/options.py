@@ -40,6 +40,13 @@ class Options:
         "of the computation, over an fp32 master copy; auto: bf16 on GPUs that have it, fp16 on others, fp32 on a CPU",
         choices=("auto", "fp32", "bf16", "fp16"),
     )
+    checkpoint_activations: int = option(
+        0, "compute activations of every k-th block again in backward, in place of keeping them; 0: of none", least=0
+    )
+    keep_activations: str = option(
+        "device", "where inputs of such blocks wait for backward", choices=("device", "host")
+    )
+    loss_chunks: int = option(1, "parts of the tokens, of which one has logits at a time", least=1)
     lr: float = option(3e-3, "highest learning rate", above=0)
     warmup: int = option(20, "steps in which it rises; then it falls as a cosine", least=0)
     weight_decay: float = option(0.1, "of matrices", least=0)
@@ -66,6 +73,8 @@ class Options:
                 raise ValueError(f"{flag(f)} must be {number} > {bound['above']} (got {value})")
             if bound["least"] is not None and not bound["least"] <= value < math.inf:
                 raise ValueError(f"{flag(f)} must be {number} >= {bound['least']} (got {value})")
+        if self.keep_activations == "host" and not self.checkpoint_activations:
+            raise ValueError("--keep-activations host is of checkpointed blocks; add --checkpoint-activations 1")
 
 
 def kind(f: dataclasses.Field) -> type:

@@ -41,6 +41,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from zero_mini import text, zeroify
+from zero_mini.activations import checkpoint_blocks
 from zero_mini.comm import Call
 from zero_mini.ddp import DDP
 from zero_mini.gpt import GPT, PRESETS, GPTConfig, generate, init_weight, param_groups, parameter_count
@@ -133,7 +134,10 @@ def train(options: Options, job: Job, place: Place) -> None:
     """Build, train, report. Collective."""
     torch.manual_seed(options.seed)
     with torch.device("meta"):  # no rank ever holds a whole model: zeroify() makes it unit by unit
-        model = GPT(job.config)
+        model = GPT(job.config, options.loss_chunks)
+    checkpointed = []
+    if options.checkpoint_activations:
+        checkpointed = checkpoint_blocks(model, options.checkpoint_activations, options.keep_activations)
 
     def initialise(name: str, tensor: torch.Tensor) -> None:
         if job.weights:
@@ -165,6 +169,8 @@ def train(options: Options, job: Job, place: Place) -> None:
     if speaks:
         psi = parameter_count(job.config)
         print(cost_table(psi, options.stage, place.world_size, dtype.itemsize, job.micro_batches, held_bytes, calls))
+        if checkpointed:
+            print("\n" + describe_checkpoints(checkpointed, options))
         if zero.scaler is not None:
             print(
                 f"\nloss scale: {zero.scaler.scale:g} at the end; steps skipped for an overflow: {zero.scaler.skipped}"
@@ -272,6 +278,14 @@ def describe(options: Options, job: Job, place: Place) -> str:
             f"torchrun --standalone --nproc-per-node 2 zero_mini/train_gpt.py --stage {options.stage}"
         )
     return "\n".join(lines)
+
+
+def describe_checkpoints(blocks: list[torch.nn.Module], options: Options) -> str:
+    """One line on activations: whose are computed again, and what waited in host memory."""
+    line = f"activations: {len(blocks)} blocks keep their inputs alone and compute the rest again in backward"
+    if options.keep_activations == "host":
+        line += f"; at most {readable(blocks[0].forward.keywords['host'].peak_bytes)} waited in host memory"
+    return line
 
 
 def main(argv: list[str] | None = None) -> None:
