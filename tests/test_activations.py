@@ -635,7 +635,7 @@ def test_wrong_choices_are_refused():
     with pytest.raises(ValueError, match="no repeated blocks"):
         checkpoint_blocks(nn.Linear(2, 2))
     for choice in ({"every": 0}, {"keep": "disk"}):
-        with pytest.raises(ValueError, match="every >= 1 and keep 'device' or 'host'"):
+        with pytest.raises(ValueError, match="every >= 1 and keep 'device', 'host' or an Arena"):
             checkpoint_blocks(GPT(CONFIG), **choice)
 
 

@@ -192,7 +192,7 @@ class Inputs:
         for index in tensors:
             self.leaves[index] = None
         self.order = [*staying, *leaving]
-        self.node = Keep.apply(torch.empty(0, requires_grad=True), *staying.values()).grad_fn
+        self.keeper = Keep.apply(torch.empty(0, requires_grad=True), *staying.values())
         self.host, self.parcel = host, host.put(list(leaving.values())) if leaving else None
 
     def check_unchanged(self) -> None:
@@ -210,7 +210,7 @@ class Inputs:
         """The same args and kwargs."""
         moved = [] if self.parcel is None else [tensor.requires_grad_() for tensor in self.host.take(self.parcel)]
         leaves = list(self.leaves)
-        for index, tensor in zip(self.order, [*self.node.saved_tensors, *moved]):
+        for index, tensor in zip(self.order, [*self.keeper.grad_fn.saved_tensors, *moved]):
             leaves[index] = tensor
         return tree_unflatten(leaves, self.tree)
 
