@@ -22,6 +22,7 @@ from zero_mini.plots import (
     sent,
     states,
     steps,
+    tradeoff,
     wire_time,
 )
 from zero_mini.plots.gantt import Span
@@ -438,3 +439,13 @@ def test_the_scale_is_drawn_step_by_step_with_its_skipped_steps():
     assert list(zip(*skipped.get_data())) == [(0, 3), (3, 3)]
     with pytest.raises(ValueError, match="2 scales for 1 steps"):
         loss_scales.draw_loss_scales([1.0, 2.0], [True])
+
+
+def test_a_dot_lies_at_its_bytes_and_its_time():
+    dots = {"all kept": [(44e9, 198.0, "stage 0"), (35e9, 191.0, "")], "every block": [(20e9, 240.0, "stage 0")]}
+    figure = tradeoff.draw_tradeoff(dots, "Time and memory", "invented")
+    check_layout(figure)
+    (axes,) = figure.axes
+    drawn = [[tuple(place) for place in points.get_offsets().tolist()] for points in axes.collections]
+    assert drawn == [[(44.0, 198.0), (35.0, 191.0)], [(20.0, 240.0)]]
+    assert {"all kept", "every block", "stage 0"} <= set(texts(figure))
