@@ -14,7 +14,7 @@ import nbformat
 from nbclient import NotebookClient
 from PIL import Image
 
-COLOURS = 64  # of a picture: ours have few, and a file of a third of the size
+COLOURS = 256  # of a picture: ours have fewer, all but those of the letters' edges; a file of a third of the size
 
 
 def execute(path: Path) -> None:
