@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_mini.activations import checkpoint, checkpoint_blocks
 from zero_mini.gpt import GPT, Block, GPTConfig
 from zero_mini.host_activations import HostMemory
-from zero_mini.memory import PlainTraining, Recorder
+from zero_mini.memory import PlainTraining
+from zero_mini.recorder import Recorder
 from zero_mini.units import merge_blocks
 from zero_mini.zeroify import zeroify
 

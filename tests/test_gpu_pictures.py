@@ -13,9 +13,9 @@ import torch.distributed as dist
 from zero_mini import timeline
 from zero_mini.comparison.measure import seconds
 from zero_mini.gpt import GPT, PRESETS
-from zero_mini.memory import Recorder
 from zero_mini.plots.gantt import exposed, from_kernels, joined
 from zero_mini.plots.moments import last_step
+from zero_mini.recorder import Recorder
 from zero_mini.zeroify import zeroify
 
 pytestmark = [

@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 
-from zero_mini.memory import Recorder, model_state_bytes, walk
+from zero_mini.memory import model_state_bytes, walk
+from zero_mini.recorder import Recorder
 from zero_mini.zeroify import zeroify
 
 BLOCKS, WIDTH = 12, 64

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from zero_mini.memory import CATEGORIES, PlainTraining, Recorder, live_bytes, walk
+from zero_mini.memory import CATEGORIES, PlainTraining, walk
+from zero_mini.recorder import Recorder, live_bytes
 
 
 class Held:

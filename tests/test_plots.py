@@ -9,7 +9,7 @@ import torch
 import zero_mini
 from zero_mini.comm import Call
 from zero_mini.gpt import GPT, GPTConfig
-from zero_mini.memory import Recorder, model_state_bytes, walk
+from zero_mini.memory import model_state_bytes, walk
 from zero_mini.plots import (
     curves,
     exponents,
@@ -28,6 +28,7 @@ from zero_mini.plots import (
 from zero_mini.plots.gantt import Span
 from zero_mini.plots.holdings import Holding, Layout, holdings, layout
 from zero_mini.plots.moments import Story
+from zero_mini.recorder import Recorder
 from zero_mini.timeline import Kernel, length
 from zero_mini.zeroify import zeroify
 

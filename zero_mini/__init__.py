@@ -4,9 +4,12 @@ In reading order:
 
     comm.py  flat.py  units.py                the four collectives; parameters as one flat buffer
     ddp.py  zero1.py  zero2.py  zero3.py      plain data parallelism, then one idea a file
-    hooks.py  held.py  precision.py           how the script meets a model, and what it computes in
+    hooks.py  held.py                         how the script meets a model
+    precision.py  loss_scale.py  clip.py      what it computes in, and how gradients are tamed
     zeroify.py  checks.py  whole.py           the one-line entry; every refusal; whole values from shards
-    memory.py  ranks.py                       what the states cost; a function run on N ranks
+    activations.py  host_activations.py       what is left: activations computed again, or in host memory
+    chunked_loss.py  fragmentation.py         logits in parts; memory in one piece
+    memory.py  recorder.py  ranks.py          what it costs, by formula and by looking; a function run on N ranks
     gpt.py  text.py                           the model and the data of every lesson
     train_gpt.py  options.py  launch.py  report.py      a training run, start to end
 """

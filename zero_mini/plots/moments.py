@@ -5,9 +5,9 @@
           |___/_______\\__
             forward | backward | step
 
-Time is the order of allocations and frees, as memory.Recorder saw them; a phase is equally wide in all panels.
+Time is the order of allocations and frees, as recorder.py saw them; a phase is equally wide in all panels.
 
-Left out: seconds, and what no operation returns: see memory.py.
+Left out: seconds, and what no operation returns: see recorder.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zero_mini.memory import Recorder
 from zero_mini.plots.frame import LETTER_IN, page, panel, scale, three_digits, unit_of, words
 from zero_mini.plots.palette import CATEGORY, FAINT, INK, NEUTRAL
+from zero_mini.recorder import Recorder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
