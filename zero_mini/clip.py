@@ -25,13 +25,15 @@ class Clipping:
         stage, since each sums the same N partial norms, one for a slice of every unit.
         """
         self.collect_means()
+        if self.clipped:
+            self.before_step()
         partials = self.partial_norms(norm_type)  # (N)
         total = torch.linalg.vector_norm(partials, norm_type)
-        before = self.coefficient  # not multiplied in yet: 1 / the loss scale, or that of an earlier clip
-        if before is not None:
-            total = total * before
+        unscale = self.coefficient  # 1 / the loss scale: a power of two, so it does not matter when it is multiplied in
+        if unscale is not None:
+            total = total * unscale
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        self.coefficient = coefficient if before is None else coefficient * before
+        self.coefficient, self.clipped = coefficient if unscale is None else coefficient * unscale, True
         if not one_pass.suits(self):  # which multiplies as it reads
             self.before_step()
         return total

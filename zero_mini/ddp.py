@@ -81,7 +81,8 @@ class DDP(Hooks, Whole, Clipping, Scaling):
         self.syncing = True
         self.showing_whole = False
         self.buffers_due = True
-        self.coefficient: torch.Tensor | None = None  # of clipping, not multiplied in yet (0-dim)
+        self.coefficient: torch.Tensor | None = None  # of gradients, not multiplied in yet (0-dim): unscale, clip
+        self.clipped = False  # that of a clip is in it
         self.published: set[Unit] = set()  # whose own part of `full` the step has written already
         self.allocate()
         for unit in units:  # one at a time: the peak is the final states plus two units
@@ -207,7 +208,7 @@ class DDP(Hooks, Whole, Clipping, Scaling):
                     unit.own_grad.mul_(self.coefficient)
                 for (_, piece), (_, grad) in zip(unit.pieces, unit.cut(unit.own_grad)):
                     piece.grad = grad
-        self.coefficient = None
+        self.coefficient, self.clipped = None, False
 
     def collect_means(self) -> None:
         """Wait for every mean; in fp16, see whether one has overflowed."""
@@ -255,7 +256,7 @@ class DDP(Hooks, Whole, Clipping, Scaling):
                 unit.kept(unit.full).copy_(unit.master)
             self.publish(unit)
         self.published.clear()
-        self.coefficient = None
+        self.coefficient, self.clipped = None, False
         self.comm.end_step()
         self.end_scaling()
 
@@ -286,7 +287,7 @@ class DDP(Hooks, Whole, Clipping, Scaling):
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient, also those on their way. Stands in for both objects' zero_grad."""
-        self.coefficient = self.overflow = None
+        self.coefficient, self.clipped, self.overflow = None, False, None
         for unit in self.units:
             self.finish(unit)
             zeros = torch.zeros_like(unit.master) if unit.holds_gradient and not set_to_none else None

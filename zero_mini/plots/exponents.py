@@ -49,6 +49,16 @@ def share_lost(counts: dict[int, int], shift: int = 0) -> float:
     return sum(count for e, count in counts.items() if e + shift < SMALLEST - 1) / sum(counts.values())
 
 
+def share_shortened(counts: dict[int, int], shift: int = 0) -> float:
+    """The share that is not zero in fp16 after multiplying by 2^shift, but has fewer bits than it had.
+
+    >>> share_shortened({-30: 1, -20: 1, -10: 2}), share_shortened({-30: 1, -20: 1, -10: 2}, shift=10)
+    (0.25, 0.25)
+    """
+    below = sum(count for e, count in counts.items() if e + shift < NORMAL) / sum(counts.values())
+    return below - share_lost(counts, shift)
+
+
 def draw_exponents(counts: dict[int, int], shifts: tuple[int, ...] = (0, 16), what: str = "gradients") -> Figure:
     """A histogram of `exponents` for each shift: the numbers times 2^shift."""
     note = f"share of all {what} for each power of two; what fp16 makes of it"
@@ -63,7 +73,8 @@ def draw_exponents(counts: dict[int, int], shifts: tuple[int, ...] = (0, 16), wh
         heights = [count / total for count in counts.values()]
         axes.bar([e + shift + 0.5 for e in counts], heights, width=0.9, color=GRADIENTS, zorder=2)
         name = "as they are" if shift == 0 else f"times 2^{shift}"
-        text = f"{name}: {share_lost(counts, shift):.1%} become zero"
+        lost, shortened = share_lost(counts, shift), share_shortened(counts, shift)
+        text = f"{name}: {lost:.1%} become zero, {shortened:.0%} lose bits"
         axes.set_title(text, loc="left", fontsize=9.5, fontweight="bold", color=INK, pad=14)
         scale(axes, "bottom", "exponent of two" if place == len(shifts) - 1 else "")
     return figure

@@ -25,8 +25,8 @@ STRIPS = {
     "parameters": PARAMETERS,
     "gradients": GRADIENTS,
     "master": OPTIMIZER,
-    "momentum": tint(OPTIMIZER, 0.8),
-    "variance": tint(OPTIMIZER, 0.62),
+    "momentum": OPTIMIZER,
+    "variance": OPTIMIZER,
 }
 LEFT_IN, WIDTH_IN, RANK_IN, GAP_IN = 1.15, 4.7, 0.62, 0.09
 
@@ -98,7 +98,7 @@ def draw_rank(axes: Axes, flat: Layout, mine: list[Holding], depths: dict, world
         axes.add_patch(Rectangle((0, top), flat.P, itemsize, **outline))
         for holding in mine:
             if holding.what == what:
-                style = dict(facecolor=STRIPS[what], edgecolor="none")
+                style = dict(facecolor=STRIPS[what], edgecolor="white", linewidth=0.6)
                 if holding.use == "idle":
                     style["facecolor"] = tint(STRIPS[what], 0.35)
                 elif holding.use == "lent":
