@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,9 +43,16 @@ def record(request):
             }
             path = Path(folder) / f"{name}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"machine": machine, name: value}, indent=1) + "\n")
+            path.write_text(compact(json.dumps({"machine": machine, name: value}, indent=1)) + "\n")
 
     return keep
+
+
+def compact(text: str) -> str:
+    """Indented JSON, with a list that holds no other on one line."""
+    return re.sub(
+        r"\[\s[^][{}]*\]", lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

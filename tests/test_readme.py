@@ -25,6 +25,14 @@ def test_the_readmes_numbers_are_those_of_the_recorded_runs():
     assert set(parity["parity"].values()) == {"equal to the bit"} and f"{len(parity['parity'])} cases" in readme
 
 
+def test_the_readme_counts_the_cells_that_passed_on_gpus():
+    lessons = recorded("lessons")["lessons"]["cells"]
+    assert not any(found["failed"] for found in lessons.values())
+    last = max(lessons)[:2]
+    cells = sum(found["passed"] for found in lessons.values())
+    assert f"{cells} cells of lessons 00 to {last} print" in (ROOT / "README.md").read_text()
+
+
 def speed_rows() -> list[str]:
     """The README's table of the 1.5B model."""
     entry = recorded("speed")["works"]["1.5B"]
