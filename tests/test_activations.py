@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_mini.activations import checkpoint, checkpoint_blocks
+from zero_mini.fragmentation import Arena
 from zero_mini.gpt import GPT, Block, GPTConfig
 from zero_mini.host_activations import HostMemory
 from zero_mini.memory import PlainTraining
@@ -788,6 +789,24 @@ def test_stage_3_gathers_more_only_for_a_checkpoint_around_more_units_than_it_ha
     assert len(gathers) == len(without) + more
     if not more:
         assert gathers == without
+
+
+@pytest.mark.parametrize("keep", ["device", "host", "arena"])
+def test_the_handle_counts_what_waits_outside_of_autograd(ranks, keep):
+    def bytes_of_activations() -> list[int]:
+        model = GPT(replace(CONFIG, dropout=0.0))
+        one = 3 * CONFIG.T * CONFIG.d * 4  # a block's input
+        checkpoint_blocks(model, every=2, keep=Arena(6 * one, "cpu") if keep == "arena" else keep)
+        zero = zeroify(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+        tokens = torch.zeros(3, CONFIG.T, dtype=torch.long)
+        loss = model(tokens, tokens)
+        found = [zero.memory()["activations"] / one]
+        loss.backward()
+        return [*found, zero.memory()["activations"] / one]
+
+    between, after = ranks(1).run(bytes_of_activations)[0]
+    # Three blocks of five: at the host, and the last one's on the device still.
+    assert (between, after) == {"device": (0, 0), "host": (4, 0), "arena": (6, 6)}[keep]
 
 
 # --- on a GPU ------------------------------------------------------------------------------------------------

@@ -89,6 +89,10 @@ class Arena:
             self.inside.pop()
         return self.inside[-1]().end if self.inside else 0
 
+    def tensors(self) -> list[Tensor]:
+        """All that it keeps alive: the one piece, used or not."""
+        return [self.memory]
+
     def put(self, tensors: list[Tensor]) -> Parcel:
         """Copies of the tensors. RuntimeError if there is no room for them."""
         begin = end = self.used_bytes

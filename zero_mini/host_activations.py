@@ -56,6 +56,12 @@ class HostMemory:
             yield parcel
             parcel = parcel.before and parcel.before()
 
+    def tensors(self) -> Iterator[Tensor]:
+        """All that it keeps alive, at the host and in transit."""
+        for parcel in self.waiting():
+            yield from parcel.at_host
+            yield from parcel.on_device or []
+
     def put(self, tensors: list[Tensor]) -> Parcel:
         """Begin to copy tensors to the host; the ones before these leave the device. ValueError if it is not one."""
         devices = {tensor.device for tensor in tensors}

@@ -20,6 +20,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from zero_mini.activations import waiting_places
 from zero_mini.comm import Call
 from zero_mini.flat import Unit
 from zero_mini.held import NO_COPY, grad_of, set_grad
@@ -167,6 +168,9 @@ class Whole:
         yield "other", "nothing", self.nothing
         for name, buffer in self.model.named_buffers():
             yield "other", name, buffer
+        for place in waiting_places(self.model):
+            for tensor in place.tensors():
+                yield "activations", "checkpoint", tensor
 
     # --- how ----------------------------------------------------------------------------------
 
