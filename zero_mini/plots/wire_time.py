@@ -44,7 +44,8 @@ def from_measured(kept: dict) -> dict:
 
 def draw_wire_time(measured: dict[str, dict[int, float]], N: int, title: str = "") -> Figure:
     """measured: collective -> bytes of the whole buffer -> microseconds, on N ranks; `title` names their machine."""
-    figure = page(3.4, "How long a collective takes when it is alone", title)
+    note = f"{title}; both axes are logarithmic".removeprefix("; ")
+    figure = page(3.4, "How long a collective takes when it is alone", note)
     axes = panel(figure, 0.62, 0.6, 4.0, HEIGHT_IN)
     scale(axes, "bottom", "bytes of the buffer")
     scale(axes, "left")
@@ -63,7 +64,7 @@ def draw_wire_time(measured: dict[str, dict[int, float]], N: int, title: str = "
         style = dict(color=COLOURS[kind], fontsize=8, va="center", annotation_clip=False)
         axes.annotate(text, (largest * 1.6, 10**place), **style)
     axes.annotate(
-        "GB sent by a rank, a second", (largest * 1.6, 10 ** (min(places) - 0.35)), **style | {"color": FAINT}
+        "sent by one rank, largest buffer", (largest * 1.6, 10 ** (min(places) - 0.35)), **style | {"color": FAINT}
     )
     return figure
 
