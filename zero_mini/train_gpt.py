@@ -11,9 +11,10 @@ A step, for each rank:
     micro-batch k    forward  backward      gradients are means over ranks now
     clip, update, next learning rate, forget the gradients
 
-The host never waits for the device inside a step: losses and norms stay there and are read together, every
-`--log-every` steps. The result depends on the seed and the global batch, not (but for rounding) on the stage or on
-the number of ranks. What cannot be trained is refused in one line, with status 2, before any rank waits for another.
+The host does not wait for the device inside a step (in fp16 once, to know whether to take it): losses and norms stay
+there and are read together, every `--log-every` steps. The result depends on the seed and the global batch, not (but
+for rounding) on the stage or on the number of ranks. What cannot be trained is refused in one line, with status 2,
+before any rank waits for another.
 
 Left out: optimizer states in the saved weights (zero.state_dict() has them), evaluation while training.
 """
