@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero_mini.flat import round_up
+
 ALIGN = 512  # bytes, as torch's allocator rounds
 
 
@@ -41,11 +43,10 @@ class Fragmentation:
         return 1 - self.largest_free_bytes / self.free_bytes if self.free_bytes else 0.0
 
 
-def fragmentation(device: torch.device | int | None = None) -> Fragmentation:
-    """Of torch's allocator on a CUDA device, now."""
-    index = torch.cuda.current_device() if device is None else torch.device("cuda", device).index
-    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
-    return of_segments(segments)
+def fragmentation() -> Fragmentation:
+    """Of torch's allocator on the current CUDA device, now."""
+    here = torch.cuda.current_device()
+    return of_segments([segment for segment in torch.cuda.memory_snapshot() if segment["device"] == here])
 
 
 def of_segments(segments: list[dict]) -> Fragmentation:
@@ -64,9 +65,8 @@ def of_segments(segments: list[dict]) -> Fragmentation:
 
 @dataclass(eq=False)
 class Parcel:
-    """Copies that lie in an arena, and where they begin and end."""
+    """Copies that lie in an arena, and where the last one ends."""
 
-    begin: int
     end: int
     copies: list[Tensor]
 
@@ -95,10 +95,9 @@ class Arena:
 
     def put(self, tensors: list[Tensor]) -> Parcel:
         """Copies of the tensors. RuntimeError if there is no room for them."""
-        begin = end = self.used_bytes
-        copies = []
+        end, copies = self.used_bytes, []
         for tensor in tensors:
-            start, end = end, end + -(-tensor.nbytes // ALIGN) * ALIGN
+            start, end = end, end + round_up(tensor.nbytes, ALIGN)
             if end > len(self.memory):
                 raise RuntimeError(
                     f"an arena of {len(self.memory):,} bytes holds {start:,} and cannot take {tensor.nbytes:,} "
@@ -107,7 +106,7 @@ class Arena:
             place = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             with torch.no_grad():
                 copies.append(place.copy_(tensor))
-        parcel = Parcel(begin, end, copies)
+        parcel = Parcel(end, copies)
         self.inside.append(weakref.ref(parcel))
         return parcel
 

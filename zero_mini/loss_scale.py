@@ -126,7 +126,6 @@ class Scaling:
 
     def skip(self) -> None:
         """The optimizer finds no gradient, and so does nothing."""
-        self.coefficient = None
         for unit in self.trainable:
             unit.own_grad = None
             for _, piece in unit.pieces:

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from zero_mini import text, zeroify
-from zero_mini.activations import checkpoint_blocks
+from zero_mini.activations import checkpoint_blocks, waiting_places
 from zero_mini.comm import Call
 from zero_mini.ddp import DDP
 from zero_mini.gpt import GPT, PRESETS, GPTConfig, generate, init_weight, param_groups, parameter_count
@@ -171,7 +171,7 @@ def train(options: Options, job: Job, place: Place) -> None:
         psi = parameter_count(job.config)
         print(cost_table(psi, options.stage, place.world_size, dtype.itemsize, job.micro_batches, held_bytes, calls))
         if checkpointed:
-            print("\n" + describe_checkpoints(checkpointed, options))
+            print("\n" + describe_checkpoints(checkpointed, model))
         if zero.scaler is not None:
             print(
                 f"\nloss scale: {zero.scaler.scale:g} at the end; steps skipped for an overflow: {zero.scaler.skipped}"
@@ -281,11 +281,11 @@ def describe(options: Options, job: Job, place: Place) -> str:
     return "\n".join(lines)
 
 
-def describe_checkpoints(blocks: list[torch.nn.Module], options: Options) -> str:
+def describe_checkpoints(blocks: list[torch.nn.Module], model: torch.nn.Module) -> str:
     """One line on activations: whose are computed again, and what waited in host memory."""
     line = f"activations: {len(blocks)} blocks keep their inputs alone and compute the rest again in backward"
-    if options.keep_activations == "host":
-        line += f"; at most {readable(blocks[0].forward.keywords['host'].peak_bytes)} waited in host memory"
+    for host in waiting_places(model):
+        line += f"; at most {readable(host.peak_bytes)} waited in host memory"
     return line
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zero_mini.plots.frame import page, panel, scale, words
-from zero_mini.plots.palette import ACTIVATIONS, COMMUNICATION, INK, STAGE, tint
+from zero_mini.plots.palette import ACTIVATIONS, COMMUNICATION, INK, tint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,7 +27,7 @@ def draw_tradeoff(
 ) -> Figure:
     """dots: a kind (its colour and mark) -> (bytes, milliseconds, what stands beside the dot)."""
     figure = page(4.1, title, note)
-    kinds = dict(zip(dots, COLOURS if not set(dots) <= {f"stage {s}" for s in STAGE} else STAGE.values()))
+    kinds = dict(zip(dots, COLOURS))
     words(figure, 0.1, 0.6, kinds)
     axes = panel(figure, 0.6, 0.95, 6.0, 2.6)
     scale(axes, "bottom", of)

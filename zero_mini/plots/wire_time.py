@@ -13,22 +13,13 @@ from math import log10
 from typing import TYPE_CHECKING
 
 from zero_mini.plots.frame import page, panel, scale, spread, three_digits, unit_of
-from zero_mini.plots.palette import FAINT, GRADIENTS, INK, NEUTRAL, PARAMETERS
+from zero_mini.plots.palette import FAINT, NEUTRAL
+from zero_mini.plots.sent import LINES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOURS = {"all_reduce": INK, "reduce_scatter": GRADIENTS, "all_gather": PARAMETERS}
 HEIGHT_IN = 2.4
-
-
-def sent_share(kind: str, N: int) -> float:
-    """Bytes that a rank sends for each byte of the buffer.
-
-    >>> sent_share("all_reduce", 2), sent_share("all_gather", 4)
-    (1.0, 0.75)
-    """
-    return (2 if kind == "all_reduce" else 1) * (N - 1) / N
 
 
 def from_measured(kept: dict) -> dict:
@@ -51,7 +42,8 @@ def draw_wire_time(measured: dict[str, dict[int, float]], N: int, title: str = "
     scale(axes, "left")
     axes.set(xscale="log", yscale="log")
     for kind, points in measured.items():
-        axes.plot(list(points), list(points.values()), color=COLOURS[kind], linewidth=1.3, marker="o", markersize=3.2)
+        _, colour = LINES[kind]
+        axes.plot(list(points), list(points.values()), color=colour, linewidth=1.3, marker="o", markersize=3.2)
     in_words(axes.xaxis, lambda nbytes: f"{nbytes / unit_of(nbytes)[0]:.0f} {unit_of(nbytes)[1]}")
     in_words(axes.yaxis, lambda us: f"{us / 1e3:g} ms" if us >= 1e3 else f"{us:g} us")
     axes.grid(axis="y", color=NEUTRAL, linewidth=0.4)
@@ -59,9 +51,10 @@ def draw_wire_time(measured: dict[str, dict[int, float]], N: int, title: str = "
     largest = max(max(points) for points in measured.values())
     places = spread([log10(points[max(points)]) for points in measured.values()], 0.2 / HEIGHT_IN * log10(high / low))
     for (kind, points), place in zip(measured.items(), places):
-        rate = sent_share(kind, N) * max(points) / points[max(points)] * 1e6
+        sent, colour = LINES[kind]
+        rate = sent(N) * max(points) / points[max(points)] * 1e6
         text = f"{kind}, {three_digits(rate / 1e9)} GB/s"
-        style = dict(color=COLOURS[kind], fontsize=8, va="center", annotation_clip=False)
+        style = dict(color=colour, fontsize=8, va="center", annotation_clip=False)
         axes.annotate(text, (largest * 1.6, 10**place), **style)
     axes.annotate(
         "sent by one rank, largest buffer", (largest * 1.6, 10 ** (min(places) - 0.35)), **style | {"color": FAINT}
