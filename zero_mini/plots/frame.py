@@ -66,6 +66,15 @@ def words(figure: Figure, left: float, top: float, coloured: dict[str, str]) -> 
         left += 0.33 + len(word) * LETTER_IN * 8
 
 
+def cards(machine: dict) -> str:
+    """What a record was made on, in its title.
+
+    >>> cards({"cards": 2, "card": "X", "torch": "2"})
+    '2 x X'
+    """
+    return f"{machine['cards']} x {machine['card']}"
+
+
 def unit_of(nbytes: float) -> tuple[float, str]:
     """Bytes of the unit, and its name, in which so many bytes are a number of one to three digits.
 

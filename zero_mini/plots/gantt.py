@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zero_mini.plots.frame import LETTER_IN, page, panel, scale, three_digits, words
+from zero_mini.plots.frame import LETTER_IN, cards, page, panel, scale, three_digits, words
 from zero_mini.plots.palette import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -120,7 +120,7 @@ def from_measured(kept: dict, name: str) -> dict:
     of = f"{window['ms']:g} ms of the {window['part']} of a step at stage {window['stage']}"
     return {
         "spans": [Span(*row) for row in window["spans"]],
-        "note": f"{of}: {window['model']} on {machine['cards']} x {machine['card']}",
+        "note": f"{of}: {window['model']} on {cards(machine)}",
         "until": window["ms"],
     }
 

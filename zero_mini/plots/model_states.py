@@ -17,6 +17,7 @@ from numbers import Real
 
 from zero_mini.gpt import PRESETS, parameter_count
 from zero_mini.memory import OPTIMIZERS, model_state_bytes
+from zero_mini.plots.frame import cards
 
 PAPER = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}  # figure 1 and table 1
 MODELS = {name: parameter_count(config) for name, config in PRESETS.items()} | PAPER
@@ -87,6 +88,6 @@ def found(memory: dict, speed: dict, psi: float, N: int, precision: str) -> dict
     same: dict[tuple[str, str], dict[int, int]] = {}
     for machine, moment, *training, rows in runs:
         if [*training, machine["cards"]] == [psi, precision, N]:
-            held = same.setdefault((f"{machine['cards']} x {machine['card']}", moment), {})
+            held = same.setdefault((cards(machine), moment), {})
             held.update({stage: nbytes for stage, nbytes in rows.items() if nbytes})
     return {where: held for where, held in same.items() if held}

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zero_mini.plots.frame import LETTER_IN, page, panel, scale, three_digits, unit_of, words
+from zero_mini.plots.frame import LETTER_IN, cards, page, panel, scale, three_digits, unit_of, words
 from zero_mini.plots.palette import CATEGORY, FAINT, INK, NEUTRAL
 from zero_mini.recorder import Recorder
 
@@ -71,13 +71,13 @@ def last_step(recorder: Recorder, begins: str = "forward", ends: str = "end") ->
 def from_measured(kept: dict, *stages: int) -> dict:
     """What moments.json holds of these stages -> the arguments of `draw_moments`."""
     moments, machine = kept["moments"], kept["machine"]
-    stories = {f"stage {stage}": moments["stages"][str(stage)] for stage in stages}
+    recorded = {stage: moments["stages"][str(stage)] for stage in stages}
     return {
         "stories": {
-            name: Story([(label, count) for label, count in story["phases"]], story["series"])
-            for name, story in stories.items()
+            f"stage {stage}": Story([tuple(phase) for phase in story["phases"]], story["series"])
+            for stage, story in recorded.items()
         },
-        "title": f"{moments['model']} in {moments['precision']} on {machine['cards']} x {machine['card']}",
+        "title": f"{moments['model']} in {moments['precision']} on {cards(machine)}",
     }
 
 

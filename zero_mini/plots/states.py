@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zero_mini.memory import model_state_bytes
-from zero_mini.plots.frame import LETTER_IN, page, panel, spread, three_digits, unit_of
+from zero_mini.plots.frame import LETTER_IN, cards, page, panel, spread, three_digits, unit_of
 from zero_mini.plots.palette import CATEGORY, FAINT, INK, tint
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def from_measured(kept: dict) -> dict:
         "psi": sum(next(iter(stages.values()))["units_P"].values()),
         "world_size": machine["cards"],
         "itemsize": 4 if memory["precision"] == "fp32" else 2,
-        "title": f"{memory['model']} in {memory['precision']} on {machine['cards']} x {machine['card']}",
+        "title": f"{memory['model']} in {memory['precision']} on {cards(machine)}",
     }
 
 

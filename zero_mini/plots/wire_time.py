@@ -12,7 +12,7 @@ from __future__ import annotations
 from math import log10
 from typing import TYPE_CHECKING
 
-from zero_mini.plots.frame import page, panel, scale, spread, three_digits, unit_of
+from zero_mini.plots.frame import cards, page, panel, scale, spread, three_digits, unit_of
 from zero_mini.plots.palette import FAINT, NEUTRAL
 from zero_mini.plots.sent import LINES
 
@@ -30,7 +30,7 @@ def from_measured(kept: dict) -> dict:
     """
     machine, us = kept["machine"], kept["collectives"]["us"]
     measured = {kind: {int(nbytes): time for nbytes, time in points.items()} for kind, points in us.items()}
-    return {"measured": measured, "N": machine["cards"], "title": f"{machine['cards']} x {machine['card']}"}
+    return {"measured": measured, "N": machine["cards"], "title": cards(machine)}
 
 
 def draw_wire_time(measured: dict[str, dict[int, float]], N: int, title: str = "") -> Figure:
