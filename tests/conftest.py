@@ -32,11 +32,11 @@ def nccl():
 def record(request):
     """record(name, value): keep what was measured in a JSON file of its own, if --record says where."""
 
-    def keep(name: str, value: object) -> None:
+    def keep(name: str, value: object, cards: int = 2) -> None:
         if folder := request.config.getoption("--record"):
             machine = {
                 "card": torch.cuda.get_device_name(0),
-                "cards": 2,
+                "cards": cards,
                 "torch": torch.__version__,
                 "cuda": torch.version.cuda,
                 "nccl": ".".join(map(str, torch.cuda.nccl.version())),

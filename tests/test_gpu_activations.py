@@ -1,10 +1,9 @@
 """What activations cost on real GPUs: bytes against time, all combinations, and memory that is free but in pieces.
 
-pytest -m gpu tests/test_gpu_activations.py --record zero_mini/measured      # two CUDA devices
+pytest -m gpu tests/test_gpu_activations.py --record zero_mini/measured      # one CUDA device; better two
 """
 
 import gc
-import time
 from statistics import median
 
 import pytest
@@ -21,7 +20,7 @@ from zero_mini.zeroify import zeroify
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two GPUs, has {torch.cuda.device_count()}"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
 SETTINGS = {  # name -> arguments of checkpoint_blocks
@@ -40,9 +39,7 @@ def apply(model: GPT, setting: str, chunks: int) -> None:
     model.loss_chunks = chunks
 
 
-def measure(
-    stage: int, combinations: list[tuple[str, int]], batch: int, warm_up: int = 2, steps: int = 4
-) -> list[dict]:
+def measure(stage: int, combinations: list[tuple[str, int]], batch: int, steps: int = 10) -> list[dict]:
     """1.5B in bf16: for each (setting, loss chunks) the bytes and times of a step, on this rank."""
     gc.collect()
     torch.manual_seed(0)
@@ -51,26 +48,38 @@ def measure(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     zero = zeroify(model, optimizer, stage=stage, dtype=torch.bfloat16)
     tokens = torch.randint(50304, (batch, 1025), device="cuda")
+
+    def step() -> int:
+        """Bytes that forward leaves."""
+        before = torch.cuda.memory_allocated()
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        kept = torch.cuda.memory_allocated() - before
+        losses.append(loss.detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return kept
+
     rows = []
     for setting, chunks in combinations:
         apply(model, setting, chunks)
-        times_ms = []
-        for step in range(warm_up + steps):
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before, begun = torch.cuda.memory_allocated(), time.perf_counter()
-            loss = model(tokens[:, :-1], tokens[:, 1:])
-            kept = torch.cuda.memory_allocated() - before
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            torch.cuda.synchronize()
-            if step >= warm_up:
-                times_ms.append(1e3 * (time.perf_counter() - begun))
+        losses = []
+        for _ in range(2):
+            step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        kept = step()
+        torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
-        about = {"stage": stage, "setting": setting, "loss_chunks": chunks, "loss": loss.item()}
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        ends[0].record()
+        for end in ends[1:]:  # no wait in between: the host runs ahead, as in training
+            step()
+            end.record()
+        torch.cuda.synchronize()
+        times_ms = [start.elapsed_time(end) for start, end in zip(ends, ends[1:])]
+        about = {"stage": stage, "setting": setting, "loss_chunks": chunks, "loss": losses[2].item()}
         rows.append(about | {"kept_bytes": kept, "peak_bytes": peak, "step_ms": median(times_ms)})
-        del loss
     states_bytes = sum(walk(zero, "cuda").values())
     for work in getattr(zero, "arriving", {}).values():
         work.wait()
@@ -81,10 +90,10 @@ def test_activations_of_1_5B_on_one_gpu_are_what_the_law_says(record):
     batch, config = 8, PRESETS["1.5B"]
     with Ranks(1, backend="nccl", timeout_s=240) as alone:
         rows = alone.run(measure, 0, [(setting, 1) for setting in SETTINGS], batch)[0]
-    record("activations", {"model": "1.5B", "batch": batch, "ranks": 1, "rows": rows})
+    record("activations", {"model": "1.5B", "batch": batch, "rows": rows}, cards=1)
     kept = {row["setting"]: row["kept_bytes"] for row in rows}
     x_bytes = 2 * batch * config.T * config.d  # a block's input
-    logits_bytes = 6 * batch * config.T * config.vocab  # bf16, and fp32 log-probabilities
+    logits_bytes = 4 * batch * config.T * config.vocab  # fp32 log-probabilities
     assert kept["all kept"] - logits_bytes == pytest.approx(32 * batch * config.T * config.d * config.L, rel=0.1)
     assert kept["every block"] - logits_bytes == pytest.approx(config.L * x_bytes, rel=0.1)
     assert kept["every block, on the host"] - logits_bytes < 4 * x_bytes
@@ -92,18 +101,22 @@ def test_activations_of_1_5B_on_one_gpu_are_what_the_law_says(record):
     assert len({row["loss"] for row in rows}) == len(rows)  # each trained on from the one before
 
 
-def test_time_and_memory_of_every_combination(nccl, record):
+def test_time_and_memory_of_every_combination(record):
     combinations = [(setting, chunks) for setting in SETTINGS if setting != "every 2nd block" for chunks in (1, 8)]
-    rows = [row for stage in range(4) for row in nccl.run(measure, stage, combinations, 8)[0]]
-    record("combinations", {"model": "1.5B", "batch": 8, "rows": rows})
-    peaks = {(row["stage"], row["setting"], row["loss_chunks"]): row["peak_bytes"] for row in rows}
-    for stage in range(4):
+    N = min(2, torch.cuda.device_count())
+    stages = range(4) if N > 1 else [3]  # alone, all stages keep the same
+    with Ranks(N, backend="nccl", timeout_s=240) as ranks:
+        rows = [row for stage in stages for row in ranks.run(measure, stage, combinations, 8)[0]]
+    record("combinations", {"model": "1.5B", "batch": 8, "rows": rows}, cards=N)
+    found = {(row["stage"], row["setting"], row["loss_chunks"]): row for row in rows}
+    for stage in stages:
         for chunks in (1, 8):
-            host, device, plain = (
-                peaks[stage, s, chunks] for s in ("every block, on the host", "every block", "all kept")
-            )
-            assert host < device < plain
-    assert min(peaks.values()) == peaks[3, "every block, on the host", 8]
+            plain, device, host = (found[stage, setting, chunks] for setting, n in combinations if n == chunks)
+            assert host["kept_bytes"] < device["kept_bytes"] < plain["kept_bytes"]
+            # With the logits in parts a step's peak can lie where no activation is left.
+            assert host["peak_bytes"] <= device["peak_bytes"] < plain["peak_bytes"]
+        for setting, _ in combinations:
+            assert found[stage, setting, 8]["peak_bytes"] < found[stage, setting, 1]["peak_bytes"]
 
 
 class Greedy(nn.Module):
@@ -156,7 +169,7 @@ def test_an_arena_trains_what_fragmentation_does_not(record):
         cap = (free["device"]["peak_reserved_bytes"] + free["arena"]["peak_reserved_bytes"]) // 2
         capped = {keep: alone.run(train_greedy, L, keep, cap)[0] for keep in ("device", "arena")}
     rows = {"uncapped": free, "capped": capped}
-    record("fragmentation", {"layers": L, "cap_bytes": cap, "rows": rows})
+    record("fragmentation", {"layers": L, "cap_bytes": cap, "rows": rows}, cards=1)
     assert free["arena"]["peak_reserved_bytes"] < 0.9 * free["device"]["peak_reserved_bytes"]
     assert capped["arena"]["trained"] and not capped["device"]["trained"]
     assert free["device"]["grads"] == free["arena"]["grads"] == capped["arena"]["grads"]
