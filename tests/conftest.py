@@ -10,6 +10,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 import torch
+import torch.distributed as dist
 
 from zero_mini.ranks import Ranks
 
@@ -26,6 +27,16 @@ def nccl():
     """Two ranks, one GPU each."""
     with Ranks(2, backend="nccl", timeout_s=240) as pool:
         yield pool
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """In this process a job of one rank may start, whose process group does not outlive the test."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -614,6 +614,7 @@ class Loop:
     compute_dtype: torch.dtype | None = None
     units: tuple[str, ...] | None = None  # names of modules, instead of the repeated blocks
     merge: int = 0  # units of several blocks, of that many parameters at least
+    offload: str | None = None  # zeroify's: "host", or a folder
 
 
 @dataclass
@@ -637,7 +638,7 @@ class Stage:
         self.model, self.module, self.optimizer = model, model, optimizer
         units = None if loop.units is None else [model.get_submodule(name) for name in loop.units]
         units = merge_blocks(model, loop.merge) if loop.merge else units
-        self.zero = zeroify(model, optimizer, stage=stage, dtype=loop.compute_dtype, units=units)
+        self.zero = zeroify(model, optimizer, stage=stage, dtype=loop.compute_dtype, units=units, offload=loop.offload)
         self.shares = [dist.get_rank()]
         self.no_sync = self.zero.no_sync
 

@@ -86,16 +86,6 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def alone(monkeypatch):
-    """In this process a job of one rank may start, whose process group does not outlive the test."""
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@pytest.fixture
 def by_hand(monkeypatch):
     """by_hand(rank, world_size): this process is told that it is that rank. Returns the port of the job."""
 

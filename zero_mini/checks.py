@@ -6,7 +6,9 @@ two were given different things, every rank raises, so that nobody waits for a r
 Left out: what only shows while training. The moments raise that (see ddp.py, zero3.py, held.py).
 """
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,10 @@ from zero_mini.units import find_blocks
 
 # Their update of an element looks at that element's gradient and state alone.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "Rprop", "ASGD")
+
+
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer) in [getattr(torch.optim, name) for name in ELEMENTWISE]
 
 
 def check_process_group() -> None:
@@ -44,12 +50,14 @@ class Plan:
         units: Sequence[nn.Module | Sequence[nn.Module]] | None,
         elementwise: bool,
         can_initialise: bool,
+        offload: str | os.PathLike | None = None,
     ):
         self.model, self.optimizer, self.stage, self.compute_dtype = model, optimizer, stage, dtype
         self.names = {id(module): name for name, module in model.named_modules()}
         self.params = dict(model.named_parameters())
         self.reason = (
             self.refuse_stage(stage)
+            or self.refuse_offload(offload)
             or self.refuse_parameters(can_initialise)
             or self.refuse_units(units)
             or self.refuse_optimizer(elementwise)
@@ -63,6 +71,29 @@ class Plan:
     def refuse_stage(self, stage: int) -> str | None:
         if stage not in (0, 1, 2, 3):
             return f"stage must be 0, 1, 2 or 3 (got {stage!r})"
+        return None
+
+    def refuse_offload(self, offload: str | os.PathLike | None) -> str | None:
+        self.offload = offload
+        if offload is None:
+            return None
+        if self.stage == 0:
+            return "offload at stage 0 would keep a copy of all states for every rank: choose stage 1, 2 or 3"
+        kind = type(self.optimizer)
+        if any(group.get("capturable") for group in self.optimizer.param_groups):
+            return f"{kind.__name__} is capturable, which only CUDA tensors are, and offload updates on the CPU"
+        if offload == "host":
+            return None
+        folder = Path(offload)
+        if not folder.is_dir():
+            return f"offload: {folder} is no folder; make it first, or pass 'host'"
+        if not os.access(folder, os.W_OK | os.X_OK):
+            return f"offload: {folder} cannot be written to; choose another folder"
+        if not is_known(self.optimizer):
+            return (
+                f"offload to a folder calls step() for one unit after the other, and {kind.__name__} may count its "
+                "calls; use offload='host', or one of torch.optim's"
+            )
         return None
 
     def refuse_parameters(self, can_initialise: bool) -> str | None:
@@ -109,7 +140,7 @@ class Plan:
 
     def refuse_optimizer(self, elementwise: bool) -> str | None:
         kind = type(self.optimizer)
-        if not elementwise and kind not in [getattr(torch.optim, name) for name in ELEMENTWISE]:
+        if not elementwise and not is_known(self.optimizer):
             return (
                 f"{kind.__name__} may look at whole tensors, and a shard would change its result; known to be safe are "
                 f"torch.optim's {', '.join(ELEMENTWISE)}; pass elementwise=True if yours is"
@@ -134,6 +165,7 @@ class Plan:
         told = {
             "stage": str(self.stage),
             "dtype": str(self.compute_dtype),
+            "offload": "host" if self.offload == "host" else "a folder" if self.offload else "none",
             "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}",
         }
         for index, group in enumerate(self.optimizer.param_groups):

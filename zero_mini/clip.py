@@ -34,9 +34,13 @@ class Clipping:
             total = total * unscale
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         self.coefficient, self.clipped = coefficient if unscale is None else coefficient * unscale, True
-        if not one_pass.suits(self):  # which multiplies as it reads
+        if not self.multiplies_as_it_reads():
             self.before_step()
         return total
+
+    def multiplies_as_it_reads(self) -> bool:
+        """Does the update take the coefficient itself?"""
+        return one_pass.suits(self)
 
     def partial_norms(self, norm_type: float) -> torch.Tensor:
         """The norm of each rank's slices (N). Stage 0 has all of them at hand."""

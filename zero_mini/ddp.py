@@ -24,6 +24,7 @@ overrides the moments it changes, and what follows from them:
     begin_step        a step                 skip it (fp16), update in one pass, or ...
     before_step       a step                 ... every mean has arrived, for the optimizer to use
     after_step        a step                 every unit's new values are published
+    follow            a unit                 the cast that the model computes with follows the master
     publish           a unit                 the new values reach those who compute with them
 
     time -->   forward           backward                          step
@@ -95,7 +96,7 @@ class DDP(Hooks, Whole, Clipping, Scaling):
             for param in unit.params:
                 param.__class__, param.unit, param.grad = HeldParameter, unit, None
         comm.buffers_are_made()
-        self.nothing = torch.full((), float("nan"), dtype=self.master_dtype, device=device)
+        self.nothing = torch.full((), float("nan"), dtype=self.master_dtype, device=units[0].master.device)
         model.to(device)  # what is left: buffers
         self.buffers = [
             (name, model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
@@ -169,6 +170,10 @@ class DDP(Hooks, Whole, Clipping, Scaling):
         else:  # a further micro-batch: sums are kept in the master's precision
             unit.own_grad = unit.own_grad.to(self.master_dtype) + result
 
+    def at_hand(self, unit: Unit) -> None:
+        """The unit's mean is where the optimizer reads it."""
+        self.finish(unit)
+
     def after_backward(self) -> None:
         """The end of the outermost backward: nothing may be left behind."""
         self.send_ready()
@@ -205,7 +210,7 @@ class DDP(Hooks, Whole, Clipping, Scaling):
             if unit.own_grad is not None:
                 unit.own_grad = unit.own_grad.to(self.master_dtype)
                 if self.coefficient is not None:
-                    unit.own_grad.mul_(self.coefficient)
+                    unit.own_grad.mul_(self.coefficient.to(unit.own_grad.device))
                 for (_, piece), (_, grad) in zip(unit.pieces, unit.cut(unit.own_grad)):
                     piece.grad = grad
         self.coefficient, self.clipped = None, False
@@ -214,7 +219,7 @@ class DDP(Hooks, Whole, Clipping, Scaling):
         """Wait for every mean; in fp16, see whether one has overflowed."""
         self.check_step()
         for unit in self.units:
-            self.finish(unit)
+            self.at_hand(unit)
         self.look_for_overflow()
 
     def check_step(self) -> None:
@@ -252,13 +257,18 @@ class DDP(Hooks, Whole, Clipping, Scaling):
     def after_step(self) -> None:
         """Publish every unit's new values, in the order in which the next forward needs them."""
         for unit in self.trainable if not self.overflow else []:
-            if self.mixed and unit.full is not None and unit not in self.published:
-                unit.kept(unit.full).copy_(unit.master)
+            if unit not in self.published:
+                self.follow(unit)
             self.publish(unit)
         self.published.clear()
         self.coefficient, self.clipped = None, False
         self.comm.end_step()
         self.end_scaling()
+
+    def follow(self, unit: Unit) -> None:
+        """The optimizer has changed the master: so does what is kept of it to compute with."""
+        if self.mixed and unit.full is not None:
+            unit.kept(unit.full).copy_(unit.master)
 
     def publish(self, unit: Unit) -> None:
         """The own part of `full` is new. At stage 0 that is all of it."""
@@ -289,7 +299,7 @@ class DDP(Hooks, Whole, Clipping, Scaling):
         """Forget every gradient, also those on their way. Stands in for both objects' zero_grad."""
         self.coefficient, self.clipped, self.overflow = None, False, None
         for unit in self.units:
-            self.finish(unit)
+            self.at_hand(unit)
             zeros = torch.zeros_like(unit.master) if unit.holds_gradient and not set_to_none else None
             unit.grad, unit.own_grad = None, zeros
             for param in unit.params:

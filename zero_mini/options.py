@@ -46,6 +46,9 @@ class Options:
     keep_activations: str = option(
         "device", "where inputs of such blocks wait for backward", choices=("device", "host")
     )
+    offload: str | None = option(
+        None, "where master copy and optimizer states wait, and the CPU updates them: host, or a folder (stages 1 to 3)"
+    )
     loss_chunks: int = option(1, "parts of the tokens, of which one has logits at a time", least=1)
     lr: float = option(3e-3, "highest learning rate", above=0)
     warmup: int = option(20, "steps in which it rises; then it falls as a cosine", least=0)
@@ -73,6 +76,8 @@ class Options:
                 raise ValueError(f"{flag(f)} must be {number} > {bound['above']} (got {value})")
             if bound["least"] is not None and not bound["least"] <= value < math.inf:
                 raise ValueError(f"{flag(f)} must be {number} >= {bound['least']} (got {value})")
+        if self.offload and self.stage == 0:
+            raise ValueError("--offload needs sharded states (--stage is 0); add --stage 1, 2 or 3")
         if self.keep_activations == "host" and not self.checkpoint_activations:
             raise ValueError("--keep-activations host is of checkpointed blocks; add --checkpoint-activations 1")
 

@@ -10,6 +10,7 @@ In the tables MB is 1e6 bytes and GB 1e9.
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -45,33 +46,46 @@ def cost_table(
     world_size: int,
     compute_bytes: int,
     micro_batches: int,
-    held_bytes: dict[str, int],
+    held: dict[str, dict[str, int]],
     calls: list[Call],
 ) -> str:
     """Memory and communication: the paper's formulas beside what this run held and sent on rank 0.
 
-    psi: parameters. compute_bytes: 4 in fp32, 2 in bf16. held_bytes: `memory.walk` after a step's last backward.
-    calls: the ledger of one step.
+    psi: parameters. compute_bytes: 4 in fp32, 2 in bf16. held: place -> category -> bytes (`zero.memory(place)`) after
+    a step's last backward; a place other than the device has a column if something is there. calls: the ledger of one
+    step.
     """
+    places = [place for place in held if place == "device" or any(held[place].values())]
+    held_bytes = held["device"]
     states = memory.model_state_bytes(psi, world_size, stage, compute_bytes, accumulate=micro_batches > 1)
     rows = [
-        [category, readable(states.get(category, 0)), readable(held)]
-        for category, held in held_bytes.items()
-        if held or category in states
+        [category, readable(states.get(category, 0)), *(readable(held[place][category]) for place in places)]
+        for category in held_bytes
+        if category in states or any(held[place][category] for place in places)
     ]
-    rows.append(["together", readable(sum(states.values())), readable(sum(held_bytes.values()))])
+    totals = [readable(sum(held[place].values())) for place in places]
+    rows.append(["together", readable(sum(states.values())), *totals])
     numel = memory.wire_numel(psi, world_size, stage, micro_batches)
     sent_numel = sum(call.wire_numel(world_size) for call in calls)
     rows.append(["elements sent in a step", readable(numel, ""), readable(sent_numel, "")])
     sent = wire_bytes(psi, stage, world_size, compute_bytes, micro_batches)
     rows.append(["bytes sent in a step", readable(sent), readable(sent_bytes(calls, world_size))])
-    table = tabulate(rows, headers=["rank 0", "the paper", "measured"], colalign=("left", "right", "right"))
+    measured = ["measured"] if len(places) == 1 else places
+    align = ("left", "right", *["right"] * len(places))
+    table = tabulate(rows, headers=["rank 0", "the paper", *measured], colalign=align)
     if stage < 3:
         return table
     return table + (
         "\ncommunication: the buffers that blocks are gathered into, two of them however many blocks there are, and"
         "\nthe root's; a block that still stands in one when it is needed again is not sent again"
     )
+
+
+def host_peak_bytes() -> int:
+    """Most memory that this process has had in the host's RAM: Python and torch themselves too."""
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def sent_bytes(calls: list[Call], world_size: int) -> float:

@@ -58,7 +58,15 @@ from zero_mini.launch import (
     roll_call,
 )
 from zero_mini.options import Options, parse
-from zero_mini.report import Folder, check_folder, cost_table, load_weights, readable, sent_bytes
+from zero_mini.report import (
+    Folder,
+    check_folder,
+    cost_table,
+    host_peak_bytes,
+    load_weights,
+    readable,
+    sent_bytes,
+)
 
 VALIDATION_SEQUENCES = 64
 PROMPT_TOKENS = 16
@@ -151,7 +159,13 @@ def train(options: Options, job: Job, place: Place) -> None:
     factor = partial(lr_factor, warmup=options.warmup, steps=options.steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[job.precision]
-    zero = zeroify(model, optimizer, options.stage, dtype=dtype, device=job.device, initialise=initialise)
+    zero = zeroify(
+        *(model, optimizer, options.stage),
+        dtype=dtype,
+        device=job.device,
+        initialise=initialise,
+        offload=options.offload,
+    )
 
     speaks = place.rank == 0
     shape = dataclasses.asdict(job.config)
@@ -161,7 +175,7 @@ def train(options: Options, job: Job, place: Place) -> None:
         print(describe(options, job, place), flush=True)
     at_start = validate(zero, job)
     folder.note(step=0, validation_loss=at_start)
-    held_bytes, calls = fit(zero, scheduler, options, job, folder)
+    held, calls = fit(zero, scheduler, options, job, folder)
     at_end = validate(zero, job)
     folder.note(step=options.steps, validation_loss=at_end)
 
@@ -169,7 +183,9 @@ def train(options: Options, job: Job, place: Place) -> None:
     sample = generate(model, job.prompt, options.sample_length, temperature=0.8, generator=generator)[0].cpu()
     if speaks:
         psi = parameter_count(job.config)
-        print(cost_table(psi, options.stage, place.world_size, dtype.itemsize, job.micro_batches, held_bytes, calls))
+        print(cost_table(psi, options.stage, place.world_size, dtype.itemsize, job.micro_batches, held, calls))
+        if options.offload:
+            print(f"\nhost memory of this process at its peak, all in all: {readable(host_peak_bytes())}")
         if checkpointed:
             print("\n" + describe_checkpoints(checkpointed, model))
         if zero.scaler is not None:
@@ -184,8 +200,8 @@ def train(options: Options, job: Job, place: Place) -> None:
         folder.save(model)
 
 
-def fit(zero: DDP, scheduler, options: Options, job: Job, folder: Folder) -> tuple[dict[str, int], list[Call]]:
-    """The training loop. Returns what this rank held (bytes by category) and sent in the last step."""
+def fit(zero: DDP, scheduler, options: Options, job: Job, folder: Folder) -> tuple[dict[str, dict], list[Call]]:
+    """The training loop. Returns what this rank held (place -> category -> bytes) and sent in the last step."""
     recent = []  # (loss, norm) of each step since the last reading, on the device; None for a skipped one
     since = time.perf_counter()
     with tqdm(total=options.steps, disable=zero.rank > 0, unit="step") as bar:
@@ -193,7 +209,8 @@ def fit(zero: DDP, scheduler, options: Options, job: Job, folder: Folder) -> tup
             reading = step % options.log_every == 0 or step == options.steps
             loss = accumulate(zero, next(job.stream), job.device)
             if reading:
-                held_bytes = zero.memory()  # now, as the paper counts: clipping copies 16-bit gradients to fp32
+                # Now, as the paper counts: clipping copies 16-bit gradients to fp32.
+                held = {place: zero.memory(place) for place in zero.places}
             norm = zero.clip_grad_norm_(options.clip)
             lr = scheduler.get_last_lr()[0]
             zero.optimizer.step()
@@ -207,7 +224,7 @@ def fit(zero: DDP, scheduler, options: Options, job: Job, folder: Folder) -> tup
                 now = time.perf_counter()
                 speed = len(recent) * options.global_batch * job.config.T / (now - since)
                 recent, since = [], now
-                most_bytes = sum(held_bytes.values())
+                most_bytes = sum(held["device"].values())
                 if job.device.type == "cuda":  # torch counts what the CPU allocates nowhere
                     most_bytes = torch.cuda.max_memory_allocated(job.device)
                 learnt = {} if math.isnan(loss) else {"loss": loss, "grad_norm": norm}
@@ -217,7 +234,7 @@ def fit(zero: DDP, scheduler, options: Options, job: Job, folder: Folder) -> tup
                 if zero.scaler is not None:
                     costs |= {"loss_scale": zero.scaler.scale, "skipped": zero.scaler.skipped}
                 folder.note(step=step, lr=lr, tokens_per_s=speed, **learnt, **costs)
-    return held_bytes, zero.ledger
+    return held, zero.ledger
 
 
 def accumulate(zero: DDP, micro_batches: list[text.Batch], device: torch.device) -> torch.Tensor:
@@ -316,8 +333,14 @@ def start_and_train(options: Options, job: Job, place: Place, store: dist.Store,
     dist.init_process_group(job.backend, store=store, rank=place.rank, world_size=place.world_size, timeout=time_out)
     try:
         train(options, job, place)
+    except ValueError as error:
+        if not str(error).startswith("offload"):
+            raise
+        raise Refusal(f"--{first_line(error)}") from error
     except RuntimeError as error:
         why = first_line(error).partition(". ")[0]
+        if "step was not taken" in str(error):
+            raise Refusal(first_line(error)) from error
         if "gradients overflowed" in why:
             raise Refusal(f"{why} (--lr {options.lr:g}, --precision {options.precision})") from error
         if isinstance(error, torch.OutOfMemoryError):

@@ -16,6 +16,7 @@ Left out: sharded checkpoints, which never need the whole.
 import contextlib
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from zero_mini.comm import Call
 from zero_mini.flat import Unit
 from zero_mini.held import NO_COPY, grad_of, set_grad
 from zero_mini.hooks import backward_is_running
+from zero_mini.host_activations import HostMemory
 from zero_mini.memory import walk
 
 
@@ -76,17 +78,18 @@ class Whole:
                     else:
                         mine[key] = value.cpu() if isinstance(value, torch.Tensor) else value
             keys = {key: value for ranks in self.comm.host_gather(mine) for key, value in ranks.items()}
-            for key, value in keys.items():
-                if value is None:
-                    owned = torch.zeros_like(unit.master)
-                    for (_, piece), (_, view) in zip(unit.pieces, unit.cut(owned)):
-                        if key in self.optimizer.state.get(piece, {}):
-                            view.copy_(self.optimizer.state[piece][key])
-                    values = [view.cpu().clone() for view in unit.views(self._whole(unit, owned))]
-                else:
-                    values = [value] * len(unit.names)
-                for name, part in zip(unit.names, values):
-                    states.setdefault(name, {})[key] = part
+            with self.in_memory(unit):
+                for key, value in keys.items():
+                    if value is None:
+                        owned = torch.zeros_like(unit.master)
+                        for (_, piece), (_, view) in zip(unit.pieces, unit.cut(owned)):
+                            if key in self.optimizer.state.get(piece, {}):
+                                view.copy_(self.optimizer.state[piece][key])
+                        values = [view.cpu().clone() for view in unit.views(self._whole(unit, owned))]
+                    else:
+                        values = [value] * len(unit.names)
+                    for name, part in zip(unit.names, values):
+                        states.setdefault(name, {})[key] = part
         groups = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
         scaler = self.scaler and self.scaler.state_dict()
         return {"model": model, "optimizer": states, "groups": groups, "scaler": scaler}
@@ -122,22 +125,27 @@ class Whole:
         }
         for unit in self.trainable if states else []:
             entries = [states[name] for name in unit.names]
-            for key, example in entries[0].items():
-                if key not in one_for_all:
-                    buffer = torch.empty(unit.P, dtype=self.master_dtype, device=self.device)
-                    whole = unit.fill(buffer, [entry[key] for entry in entries])
-                    parts = [view.clone() for _, view in unit.cut(unit.kept(whole))]
-                else:
-                    parts = [self._place(example, group) for group, _ in unit.pieces]
-                for (_, piece), part in zip(unit.pieces, parts):
-                    self.optimizer.state[piece][key] = part
+            with self.in_memory(unit, write=True):
+                for key, example in entries[0].items():
+                    if key not in one_for_all:
+                        buffer = torch.empty(unit.P, dtype=self.master_dtype, device=self.device)
+                        whole = unit.fill(buffer, [entry[key] for entry in entries])
+                        parts = [view.to(unit.master.device, copy=True) for _, view in unit.cut(unit.kept(whole))]
+                    else:
+                        parts = [self._place(example, *piece) for piece in unit.pieces]
+                    for (_, piece), part in zip(unit.pieces, parts):
+                        self.optimizer.state[piece][key] = part
 
-    def _place(self, value: object, group: int) -> object:
+    def in_memory(self, unit: Unit, write: bool = False) -> contextlib.AbstractContextManager:
+        """Within, the unit's master and states can be read, and with `write` changed. They always can, here."""
+        return contextlib.nullcontext()
+
+    def _place(self, value: object, group: int, piece: torch.Tensor) -> object:
         """A number of the optimizer's, such as Adam's step, where that group keeps it."""
         options = self.optimizer.param_groups[group]
         on_device = options.get("fused") or options.get("capturable")
         if isinstance(value, torch.Tensor):
-            return value.clone().to(self.device if on_device else "cpu")
+            return value.clone().to(piece.device if on_device else "cpu")
         return value
 
     @property
@@ -145,9 +153,20 @@ class Whole:
         """Every collective of the last whole step, in order."""
         return self.comm.last_step
 
-    def memory(self) -> dict[str, int]:
-        """Bytes that are kept alive here now, by category (`memory.walk`)."""
-        return walk(self)
+    places = ("device", "host")  # that `memory` knows
+
+    def memory(self, place: str | None = None) -> dict[str, int]:
+        """Bytes that are kept alive here now, by category (`memory.walk`).
+
+        place: "device", where the model computes, or "host", where something waits (offload, checkpointed
+        activations); None: both. On a CPU the two are told apart by what they are for.
+        """
+        if place not in (None, "device", "host"):
+            raise ValueError(f"place must be 'device', 'host' or None (got {place!r})")
+        held, at_host = walk(self), walk(SimpleNamespace(tensors=self.host_tensors))
+        if place is None:
+            return held
+        return at_host if place == "host" else {name: held[name] - at_host[name] for name in held}
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """(category, label, tensor) for everything that is kept alive here, views included."""
@@ -172,10 +191,19 @@ class Whole:
             for tensor in place.tensors():
                 yield "activations", "checkpoint", tensor
 
+    def host_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Those of `tensors` that wait in host memory."""
+        for place in waiting_places(self.model):
+            if isinstance(place, HostMemory):
+                for parcel in place.waiting():
+                    for tensor in parcel.at_host:
+                        yield "activations", "checkpoint", tensor
+
     # --- how ----------------------------------------------------------------------------------
 
     def _whole(self, unit: Unit, owned: torch.Tensor) -> torch.Tensor:
         """owned, (P) or slices (S) -> all of it (P)."""
+        owned = owned.to(self.device)
         if owned.numel() == unit.P:
             return owned
         whole = torch.empty(unit.P, dtype=owned.dtype, device=owned.device)
@@ -197,7 +225,8 @@ class Whole:
                 unit.check_untouched()
                 if unit.full is not None:
                     self.before_forward(unit)  # a gather under way must not land in what is written
-                whole = self._whole(unit, unit.master)
+                with self.in_memory(unit):
+                    whole = self._whole(unit, unit.master)
                 wholes.append(whole)
                 unit.show(unit.views(whole))
                 unit.is_whole = True

@@ -177,9 +177,13 @@ class Zero3(Zero2):
         self.vacate(slot)
         full = slot.buffer[: unit.P]
         shard = unit.own(full)
-        shard.copy_(unit.master)
+        shard.copy_(self.source(unit))
         slot.arriving = self.comm.all_gather(full, shard, unit.name)
         slot.holder = unit
+
+    def source(self, unit: Unit) -> torch.Tensor:
+        """The own slice (S), from which gathers start."""
+        return unit.master
 
     def vacate(self, slot: Slot) -> None:
         """Whoever stands in the slot leaves it."""

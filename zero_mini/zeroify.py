@@ -14,7 +14,10 @@ with its param groups, and any scheduler built on it, before or after. Both are 
 because the optimizer must hold slices of the very buffers that the model's parameters live in.
 """
 
+import os
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,7 @@ from zero_mini.comm import Comm
 from zero_mini.ddp import DDP
 from zero_mini.hooks import hook_optimizer
 from zero_mini.loss_scale import LossScaler
+from zero_mini.offload import STAGES as OFFLOADED
 from zero_mini.units import make_units
 from zero_mini.zero1 import Zero1
 from zero_mini.zero2 import Zero2
@@ -46,6 +50,7 @@ def zeroify(
     elementwise: bool = False,
     group: dist.ProcessGroup | None = None,
     scaler: LossScaler | None = None,
+    offload: str | os.PathLike | None = None,
 ) -> DDP:
     """Train `model` with `optimizer` at ZeRO stage 0 (plain data parallelism), 1, 2 or 3.
 
@@ -62,6 +67,8 @@ def zeroify(
     elementwise  vouches that an optimizer this package does not know updates each element by itself.
     group        the ranks that share the states; None: all of them.
     scaler       how the loss scale begins and grows in fp16; None: from 2**16, as torch's does.
+    offload      "host": master copy and optimizer states wait in host memory, and the CPU updates them; a folder:
+                 they wait in files there. Stages 1 to 3.
 
     Every rank must call it with the same model; rank 0's values are taken. Returns the handle: clip_grad_norm_,
     no_sync, scale, full_params, state_dict, load_state_dict, memory, ledger. ValueError or RuntimeError, on every
@@ -69,7 +76,7 @@ def zeroify(
     """
     checks.check_process_group()
     comm = Comm(group)
-    plan = checks.Plan(model, optimizer, stage, dtype, units, elementwise, initialise is not None)
+    plan = checks.Plan(model, optimizer, stage, dtype, units, elementwise, initialise is not None, offload)
     checks.check_everywhere(plan, comm)
     if device is None:
         on_cuda = comm.averages or plan.device.type == "cuda"
@@ -81,8 +88,18 @@ def zeroify(
         comm.open_copy_engines()
     begun = {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
     where = torch.device(device)
-    zero = STAGES[stage](model, optimizer, made, comm, dtype or plan.dtype, where, initialise, scaler)
+    zero = stage_class(stage, offload)(model, optimizer, made, comm, dtype or plan.dtype, where, initialise, scaler)
     zero.load_optimizer_states(begun)  # what the optimizer's constructor made, as Adagrad's does
     zero.hook_state_dicts()
     hook_optimizer(zero)
     return zero
+
+
+def stage_class(stage: int, offload: str | os.PathLike | None) -> Callable[..., DDP]:
+    if offload is None:
+        return STAGES[stage]
+    if offload == "host":
+        return OFFLOADED[stage]
+    from zero_mini import disk  # fcntl, which it locks its folder with, is not everywhere
+
+    return partial(disk.STAGES[stage], Path(offload))

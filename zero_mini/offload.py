@@ -1,0 +1,289 @@
+"""Offload: master copy and optimizer states in host memory, and the update on the CPU.
+
+Source: ZeRO-Offload, arXiv 2101.06840, section 4 (which tensors move, and when) and 5.1 (several GPUs).
+
+    bytes a parameter    on the GPU                        in host memory        without it, on the GPU
+    stage 1              4       = 2 + 2 gradients         14/N = 12/N + 2/N     4 + 12/N
+    stage 2              2 + 2/N   at most two units' ..   14/N                  2 + 14/N
+    stage 3              2/N       .. gradients            14/N                  14/N
+    over PCIe, a step    2/N down (gradients), 2/N up (parameters): 16 bits each, whatever the optimizer keeps
+
+What crosses is the least that can: the cut through the graph of a step at the edges of 2 bytes, which leaves all that
+grows with the tokens on the GPU and all that is done once a step on the CPU (the paper's figure 2).
+
+unlike the stage under it (1, 2 or 3):
+  - own:         the master goes to the host; stage 3 keeps a 16-bit slice (S) on the GPU, from which gathers start
+  - finish:      a mean goes on down, without waiting, while backward goes on
+  - at_hand:     it has landed: this alone makes the host wait
+  - begin_step:  one unit after the other: fp32 gradients of this unit, the optimizer's own step, a cast, and up
+  - follow:      the cast goes up, while the next unit is updated
+  - publish:     gathers start when it is there
+
+    time -->   backward                    step                            next forward
+    GPU        u2     u1     u0                                            u0 u1 u2
+    down              r2     r1     r0
+    CPU                                    update u2   update u1  update u0
+    up                                                 u2         u1     u0
+
+The arithmetic is that of the stage under it, gradient by gradient: on a CPU the results are the same to the bit. On
+a GPU they are those of torch's CPU optimizer in place of its CUDA one, whose last bits differ.
+
+Left out: updates that run beside the next forward (the paper's delayed parameter update, which changes results);
+several NUMA nodes.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from zero_mini.checks import is_known
+from zero_mini.flat import Unit
+from zero_mini.zero1 import Zero1
+from zero_mini.zero2 import Zero2
+from zero_mini.zero3 import Zero3
+
+
+class Link:
+    """Copies between GPU and host, in order, on a stream of their own. On a CPU they are ordinary copies.
+
+    Memory on the GPU belongs to the stream that computes: what a copy reads there is kept until that stream has been
+    told to wait for it, and only then given back.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.leaving: tuple[Tensor, torch.cuda.Event] | None = None  # what the last copy down reads
+        self.stages: list[Tensor] = []  # two pinned buffers that casts go up from, in turns
+        self.departed: list[torch.cuda.Event] = []  # the last copy from each
+
+    def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory (numel) of the host that copies need not wait for."""
+        return torch.empty(numel, dtype=dtype, pin_memory=self.stream is not None)
+
+    def copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
+        """source -> target, after all that the current stream has been given so far; the event that it is done."""
+        if self.stream is None:
+            target.copy_(source)
+            return None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+        return self.stream.record_event()
+
+    def down(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
+        """source, on the GPU -> target, at the host. The caller may forget the source at once."""
+        event = self.copy(source, target)
+        self.let_go()
+        self.leaving = event and (source, event)
+        return event
+
+    def let_go(self) -> None:
+        """What the last copy down reads is free for what the current stream computes after it."""
+        if self.leaving is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.leaving[1])
+        self.leaving = None
+
+    def up(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
+        """source, at the host -> target, on the GPU, in its dtype. The caller may change the source at once."""
+        if self.stream is None:
+            return self.copy(source, target)
+        if not self.stages or self.stages[0].numel() < target.numel():
+            self.stages = [self.host_buffer(target.numel(), target.dtype) for _ in range(2)]
+            self.departed = [torch.cuda.Event(), torch.cuda.Event()]  # not recorded: nothing to wait for
+        self.stages.reverse()
+        self.departed.reverse()
+        self.departed[0].synchronize()
+        staged = self.stages[0][: target.numel()].copy_(source)
+        self.departed[0] = self.copy(staged, target)
+        return self.departed[0]
+
+
+class Offload:
+    """`self` is also a stage from 1 to 3."""
+
+    def allocate(self) -> None:
+        """The way to the host, and what waits at its two ends."""
+        super().allocate()
+        self.link = Link(self.device)
+        self.resident: dict[Unit, Tensor] = {}  # stage 3: the own slice (S), in the model's dtype, on the GPU
+        self.landing: dict[Unit, Tensor] = {}  # where a mean (S) arrives at the host
+        self.falling: dict[Unit, tuple] = {}  # means on their way: (event, adds to what is there)
+        self.rising: dict[Unit, torch.cuda.Event | None] = {}  # casts on their way
+        self.sent: deque[Unit] = deque()  # reductions that may be under way still
+
+    def own(self, unit: Unit, values: Tensor) -> None:
+        """As the stage does; then the master leaves the GPU."""
+        super().own(unit, values)
+        if unit.full is None:
+            self.resident[unit] = unit.master.to(self.dtype)
+        unit.master = unit.master.to("cpu", copy=True)
+
+    def source(self, unit: Unit) -> Tensor:
+        """The slice that stayed on the GPU."""
+        return self.resident[unit]
+
+    def on_gpu(self, unit: Unit) -> Tensor:
+        """The own slice (S) that the model's parameters are made of."""
+        return self.resident[unit] if unit.full is None else unit.own(unit.full)
+
+    def reduce(self, unit: Unit) -> None:
+        """As the stage does; the means before the last two are done, or nearly: they go down."""
+        super().reduce(unit)
+        self.sent.append(unit)
+        if len(self.sent) > 2:
+            self.finish(self.sent.popleft())
+
+    def after_backward(self) -> None:
+        """The last means go down too."""
+        super().after_backward()
+        while self.sent:
+            self.finish(self.sent.popleft())
+
+    def finish(self, unit: Unit) -> None:
+        """If the unit's mean is on the wire, let it go on to the host, which waits for none but an earlier one."""
+        if unit.reducing is None:
+            return
+        work, result, _ = unit.reducing
+        work.wait()
+        unit.reducing = None
+        self.land(unit)
+        place = self.landing.get(unit)
+        if unit.own_grad is not None and unit.own_grad is place:
+            unit.own_grad = unit.own_grad.to(self.master_dtype, copy=True)
+        if place is None or place.dtype != result.dtype:
+            self.landing[unit] = place = self.link.host_buffer(unit.S, result.dtype)
+        self.falling[unit] = (self.link.down(result, place), unit.own_grad is not None)
+        if unit.own_grad is None:
+            unit.own_grad = place
+
+    def land(self, unit: Unit) -> None:
+        """Wait for the mean that is on its way down, and add it to what is there."""
+        if unit in self.falling:
+            event, adds = self.falling.pop(unit)
+            if event is not None:
+                event.synchronize()
+            if adds:
+                unit.own_grad = unit.own_grad.to(self.master_dtype) + self.landing[unit]
+
+    def at_hand(self, unit: Unit) -> None:
+        """At the host."""
+        self.finish(unit)
+        self.land(unit)
+
+    def slice_norm(self, rank: int, norm_type: float) -> Tensor:
+        """Computed at the host, told on the GPU."""
+        return super().slice_norm(rank, norm_type).to(self.device)
+
+    def multiplies_as_it_reads(self) -> bool:
+        """The fp32 copy of a unit's gradient is made for its update alone."""
+        return is_known(self.optimizer)
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """Unit after unit, in the order in which means arrive. But an optimizer of the user's may count its calls."""
+        if self.scaler is not None:
+            self.collect_means()
+        if self.overflow or not is_known(self.optimizer):
+            super().begin_step()
+            return
+        self.check_step()
+        self.link.let_go()
+        if self.coefficient is not None:
+            self.coefficient = self.coefficient.to("cpu")
+        self.update_all([unit for unit in reversed(self.trainable) if unit.holds_gradient])
+        self.published.update(self.trainable)  # no other master has changed
+
+    def update_all(self, units: list[Unit]) -> None:
+        """All units that have a gradient."""
+        for unit in units:
+            self.update(unit)
+
+    def update(self, unit: Unit) -> None:
+        """The optimizer's own step, for one unit; its cast begins to rise."""
+        self.at_hand(unit)
+        grad = unit.own_grad.to(self.master_dtype)
+        if self.coefficient is not None:
+            grad = grad * self.coefficient
+        groups = self.optimizer.param_groups
+        everything = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = []
+        for (group, piece), (_, part) in zip(unit.pieces, unit.cut(grad)):
+            piece.grad = part
+            groups[group]["params"].append(piece)
+        try:
+            step_without_hooks(self.optimizer)
+        finally:
+            for group, params in zip(groups, everything):
+                group["params"] = params
+            for _, piece in unit.pieces:
+                piece.grad = None
+        self.follow(unit)
+
+    def follow(self, unit: Unit) -> None:
+        """A cast of the master goes up."""
+        self.rising[unit] = self.link.up(unit.master, self.on_gpu(unit))
+
+    def publish(self, unit: Unit) -> None:
+        """What is published has to be there: the current stream waits, the host does not."""
+        self.wait_for_rising(unit)
+        super().publish(unit)
+
+    def wait_for_rising(self, unit: Unit) -> None:
+        event = self.rising.pop(unit, None)
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def replace(self, unit: Unit, values: Tensor) -> None:
+        """The slice on the GPU as well."""
+        super().replace(unit, values)
+        self.on_gpu(unit).copy_(unit.own(values))
+
+    def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """The slices on the GPU, and what lies at the host between step and step."""
+        yield from super().tensors()
+        for unit, shard in self.resident.items():
+            yield "parameters", unit.name, shard
+        yield from self.host_tensors()
+
+    def host_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """What lies in host memory, (category, label, tensor)."""
+        yield from super().host_tensors()
+        for unit in self.units:
+            yield "optimizer" if self.mixed else "parameters", unit.name, unit.master
+            for _, piece in unit.pieces:
+                for value in self.optimizer.state.get(piece, {}).values():
+                    if isinstance(value, Tensor):
+                        yield "optimizer", unit.name, value
+            if unit.own_grad is not None:
+                yield "gradients", unit.name, unit.own_grad
+        for unit, place in self.landing.items():
+            yield "gradients", unit.name, place
+        for stage in self.link.stages:
+            yield "communication", "on their way up", stage
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """The step of the optimizer's class: the hooks on it belong to the step that the user calls."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):  # torch wraps it when an optimizer of the class is made
+        step = step.__wrapped__
+    step(optimizer)
+
+
+class OffloadedZero1(Offload, Zero1):
+    """P_os, with the optimizer's states at the host."""
+
+
+class OffloadedZero2(Offload, Zero2):
+    """P_os+g, with the optimizer's states at the host."""
+
+
+class OffloadedZero3(Offload, Zero3):
+    """P_os+g+p, with the optimizer's states at the host."""
+
+
+STAGES = {1: OffloadedZero1, 2: OffloadedZero2, 3: OffloadedZero3}
