@@ -33,16 +33,19 @@ several NUMA nodes.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from zero_mini import one_pass
 from zero_mini.checks import is_known
 from zero_mini.flat import Unit
 from zero_mini.zero1 import Zero1
 from zero_mini.zero2 import Zero2
 from zero_mini.zero3 import Zero3
+
+PART = 2**23  # elements that are updated at a time
 
 
 class Link:
@@ -86,18 +89,23 @@ class Link:
             torch.cuda.current_stream(self.device).wait_event(self.leaving[1])
         self.leaving = None
 
-    def up(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """source, at the host -> target, on the GPU, in its dtype. The caller may change the source at once."""
+    def stage_for(self, target: Tensor) -> Tensor:
+        """Pinned memory of the target's size and dtype, from which the last copy up but one has departed."""
         if self.stream is None:
-            return self.copy(source, target)
+            return target
         if not self.stages or self.stages[0].numel() < target.numel():
             self.stages = [self.host_buffer(target.numel(), target.dtype) for _ in range(2)]
             self.departed = [torch.cuda.Event(), torch.cuda.Event()]  # not recorded: nothing to wait for
         self.stages.reverse()
         self.departed.reverse()
         self.departed[0].synchronize()
-        staged = self.stages[0][: target.numel()].copy_(source)
-        self.departed[0] = self.copy(staged, target)
+        return self.stages[0][: target.numel()]
+
+    def up(self, stage: Tensor, target: Tensor) -> torch.cuda.Event | None:
+        """What was written to `stage_for(target)` -> target, on the GPU."""
+        if self.stream is None:
+            return None
+        self.departed[0] = self.copy(stage, target)
         return self.departed[0]
 
 
@@ -110,9 +118,12 @@ class Offload:
         self.link = Link(self.device)
         self.resident: dict[Unit, Tensor] = {}  # stage 3: the own slice (S), in the model's dtype, on the GPU
         self.landing: dict[Unit, Tensor] = {}  # where a mean (S) arrives at the host
+        self.sums: dict[Unit, Tensor] = {}  # of several micro-batches (S), in the master's dtype
         self.falling: dict[Unit, tuple] = {}  # means on their way: (event, adds to what is there)
         self.rising: dict[Unit, torch.cuda.Event | None] = {}  # casts on their way
         self.sent: deque[Unit] = deque()  # reductions that may be under way still
+        largest = max(unit.S for unit in self.units)
+        self.scratch = torch.empty(min(PART, largest), dtype=self.master_dtype)  # fp32 gradients, while they are used
 
     def own(self, unit: Unit, values: Tensor) -> None:
         """As the stage does; then the master leaves the GPU."""
@@ -152,7 +163,9 @@ class Offload:
         self.land(unit)
         place = self.landing.get(unit)
         if unit.own_grad is not None and unit.own_grad is place:
-            unit.own_grad = unit.own_grad.to(self.master_dtype, copy=True)
+            if unit not in self.sums:
+                self.sums[unit] = torch.empty(unit.S, dtype=self.master_dtype)
+            unit.own_grad = self.sums[unit].copy_(place)
         if place is None or place.dtype != result.dtype:
             self.landing[unit] = place = self.link.host_buffer(unit.S, result.dtype)
         self.falling[unit] = (self.link.down(result, place), unit.own_grad is not None)
@@ -166,7 +179,9 @@ class Offload:
             if event is not None:
                 event.synchronize()
             if adds:
-                unit.own_grad = unit.own_grad.to(self.master_dtype) + self.landing[unit]
+                unit.own_grad = unit.own_grad.to(self.master_dtype)
+                for total, mean in zip(unit.own_grad.split(PART), self.landing[unit].split(PART)):
+                    total.add_(self.scratch[: mean.numel()].copy_(mean))
 
     def at_hand(self, unit: Unit) -> None:
         """At the host."""
@@ -202,8 +217,29 @@ class Offload:
             self.update(unit)
 
     def update(self, unit: Unit) -> None:
-        """The optimizer's own step, for one unit; its cast begins to rise."""
+        """One unit's, and its cast begins to rise."""
         self.at_hand(unit)
+        if one_pass.knows(self.optimizer):
+            self.rise(unit, lambda stage: self.update_in_parts(unit, stage))
+        else:
+            self.update_by_own_step(unit)
+            self.follow(unit)
+
+    def update_in_parts(self, unit: Unit, stage: Tensor) -> None:
+        """AdamW, and the cast to `stage`: parts so small that the fp32 gradient never leaves the CPU's caches."""
+        for (group, piece), (_, grad), (_, cast) in zip(unit.pieces, unit.cut(unit.own_grad), unit.cut(stage)):
+            state = one_pass.begun(self.optimizer, piece)
+            state["step"] += 1
+            wholes = (piece.detach(), grad, state["exp_avg"], state["exp_avg_sq"], cast)
+            for master, grad, *rest in zip(*(whole.split(PART) for whole in wholes)):
+                upcast = self.scratch[: grad.numel()].copy_(grad)
+                if self.coefficient is not None:
+                    upcast.mul_(self.coefficient)
+                one_pass.update(master, upcast, *rest, state["step"], None, self.optimizer.param_groups[group])
+            piece.grad = None
+
+    def update_by_own_step(self, unit: Unit) -> None:
+        """The step of the optimizer's class, which finds no other unit's parameters."""
         grad = unit.own_grad.to(self.master_dtype)
         if self.coefficient is not None:
             grad = grad * self.coefficient
@@ -221,11 +257,17 @@ class Offload:
                 group["params"] = params
             for _, piece in unit.pieces:
                 piece.grad = None
-        self.follow(unit)
 
     def follow(self, unit: Unit) -> None:
         """A cast of the master goes up."""
-        self.rising[unit] = self.link.up(unit.master, self.on_gpu(unit))
+        self.rise(unit, lambda stage: stage.copy_(unit.master))
+
+    def rise(self, unit: Unit, write: Callable[[Tensor], object]) -> None:
+        """What `write` makes of its argument (S), at the host, goes up."""
+        target = self.on_gpu(unit)
+        stage = self.link.stage_for(target)
+        write(stage)
+        self.rising[unit] = self.link.up(stage, target)
 
     def publish(self, unit: Unit) -> None:
         """What is published has to be there: the current stream waits, the host does not."""
@@ -260,10 +302,12 @@ class Offload:
                         yield "optimizer", unit.name, value
             if unit.own_grad is not None:
                 yield "gradients", unit.name, unit.own_grad
-        for unit, place in self.landing.items():
-            yield "gradients", unit.name, place
+        for place in (self.landing, self.sums):
+            for unit, gradient in place.items():
+                yield "gradients", unit.name, gradient
         for stage in self.link.stages:
             yield "communication", "on their way up", stage
+        yield "gradients", "fp32 of a part", self.scratch
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -32,20 +32,23 @@ BLOCK = 2048  # elements a program
 
 def suits(zero) -> bool:
     """Is there something to save, by an update that is known here, of gradients that nobody has taken to hand?"""
-    optimizer = zero.optimizer
     return (
         zero.mixed
-        and type(optimizer) is torch.optim.AdamW
-        and all(
-            group["fused"] and not (group["amsgrad"] or group["maximize"] or isinstance(group["lr"], torch.Tensor))
-            for group in optimizer.param_groups
-        )
+        and knows(zero.optimizer)
         and all(
             piece.grad is unknown
             for unit in zero.trainable
             if unit.own_grad is not None or unit.reducing is not None
             for (_, piece), unknown in zip(unit.pieces, unit.unknown)
         )
+    )
+
+
+def knows(optimizer: torch.optim.Optimizer) -> bool:
+    """Is its update the one that is written here?"""
+    return type(optimizer) is torch.optim.AdamW and all(
+        group["fused"] and not (group["amsgrad"] or group["maximize"] or isinstance(group["lr"], torch.Tensor))
+        for group in optimizer.param_groups
     )
 
 
@@ -82,13 +85,7 @@ def step_factors(optimizer: torch.optim.Optimizer, options: dict, pieces: list[t
 
     They are computed on the device, for all pieces of a group at once: the host would have to wait for the count.
     """
-    for piece in pieces:
-        state = optimizer.state[piece]
-        if not state:  # begun as AdamW begins it
-            state["step"] = torch.zeros((), dtype=torch.float32, device=piece.device)
-            state["exp_avg"] = torch.zeros_like(piece, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(piece, requires_grad=False)
-    steps = [optimizer.state[piece]["step"] for piece in pieces]
+    steps = [begun(optimizer, piece)["step"] for piece in pieces]
     if steps:
         torch._foreach_add_(steps, 1)
     if triton is None or not steps or not steps[0].is_cuda:
@@ -96,6 +93,16 @@ def step_factors(optimizer: torch.optim.Optimizer, options: dict, pieces: list[t
     taken = torch.stack(steps).double()
     beta1, beta2 = options["betas"]
     return (options["lr"] / (1 - beta1**taken)).float(), (1 - beta2**taken).sqrt().float()
+
+
+def begun(optimizer: torch.optim.Optimizer, piece: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The piece's state; at its first step, as AdamW begins it."""
+    state = optimizer.state[piece]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=piece.device)
+        state["exp_avg"] = torch.zeros_like(piece, requires_grad=False)
+        state["exp_avg_sq"] = torch.zeros_like(piece, requires_grad=False)
+    return state
 
 
 def update(master, grad, exp_avg, exp_avg_sq, cast, step, coefficient, options: dict) -> None:

@@ -142,6 +142,8 @@ def lr_factor(step: int, warmup: int, steps: int) -> float:
 def train(options: Options, job: Job, place: Place) -> None:
     """Build, train, report. Collective."""
     torch.manual_seed(options.seed)
+    if options.offload:  # the update runs on the CPU then, for which torchrun leaves a rank one thread
+        torch.set_num_threads(max(1, os.cpu_count() // place.local_world_size))
     with torch.device("meta"):  # no rank ever holds a whole model: zeroify() makes it unit by unit
         model = GPT(job.config, options.loss_chunks)
     checkpointed = []

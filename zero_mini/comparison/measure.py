@@ -23,7 +23,7 @@ from torch import Tensor
 from zero_mini import timeline
 from zero_mini.comparison.systems import Trainee, build
 from zero_mini.comparison.works import Work, batches
-from zero_mini.report import sent_bytes
+from zero_mini.report import host_peak_bytes, sent_bytes
 
 GATE_STEPS, TIMED_STEPS, SHORT_WARM_UP, SHORT_STEPS, SHORT_TOKENS = 10, 12, 3, 5, 64
 
@@ -48,7 +48,7 @@ def measure(system: str, work: Work, build: Callable[[str, Work, torch.device], 
         row = time_on_gpu(trainee, data)
     else:
         row = {"step_ms": time_on_cpu(trainee.step, data)}
-    row |= {"losses": losses, "state_bytes": trainee.state_bytes()}
+    row |= {"losses": losses, "state_bytes": trainee.state_bytes(), "host_peak_bytes": host_peak_bytes()}
     if trainee.zero is not None:
         row["wire_bytes"] = sent_bytes(trainee.zero.ledger, dist.get_world_size())
     if device.type == "cuda":

@@ -6,6 +6,7 @@
     ddp-zero1              DDP with torch's ZeroRedundancyOptimizer
     fsdp2, fsdp2-keep      torch's fully_shard, with and without resharding after forward
     deepspeed-1 .. -3      if it is installed
+    ... offload            the optimizer in host memory: zero_mini's, FSDP2's CPUOffloadPolicy, DeepSpeed's CPU Adam
     zero-3 ...             stage 3 with one decision taken otherwise (ablations.py)
     plain                  forward and backward on one GPU, in bf16 throughout: no ranks, no optimizer, the ceiling
 
@@ -100,11 +101,12 @@ def stepper(call: Callable[..., Tensor], optimizer: torch.optim.Optimizer, autoc
     return step
 
 
-def build_zero(stage: int, work: Work, device: torch.device) -> Trainee:
+def build_zero(stage: int, work: Work, device: torch.device, offload: str | None = None) -> Trainee:
     model = make_model(work, device)
     optimizer = adamw(model, work)
     units = merge_blocks(model, UNIT_NUMEL) if device.type == "cuda" else None
-    zero = zeroify(model, optimizer, stage=stage, dtype=torch.bfloat16 if work.bf16 else None, units=units)
+    dtype = torch.bfloat16 if work.bf16 else None
+    zero = zeroify(model, optimizer, stage=stage, dtype=dtype, units=units, offload=offload)
     return Trainee(model, stepper(model, optimizer), optimizer, zero)
 
 
@@ -132,21 +134,22 @@ def build_ddp(variant: str, work: Work, device: torch.device) -> Trainee:
     return Trainee(model, stepper(wrapped, optimizer, autocast=work.bf16), optimizer)
 
 
-def build_fsdp2(reshard_after_forward: bool, work: Work, device: torch.device) -> Trainee:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def build_fsdp2(reshard_after_forward: bool, work: Work, device: torch.device, offload: bool = False) -> Trainee:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     model = make_model(work, device)
     policy = MixedPrecisionPolicy()
     if work.bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    place = CPUOffloadPolicy() if offload else OffloadPolicy()
     for block in model.blocks:
-        fully_shard(block, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(block, mp_policy=policy, reshard_after_forward=reshard_after_forward, offload_policy=place)
+    fully_shard(model, mp_policy=policy, offload_policy=place)
     optimizer = adamw(model, work)
     return Trainee(model, stepper(model, optimizer), optimizer)
 
 
-def build_deepspeed(stage: int, work: Work, device: torch.device) -> Trainee:
+def build_deepspeed(stage: int, work: Work, device: torch.device, offload: bool = False) -> Trainee:
     # It reads a rank's place from the environment, also where torch.distributed is initialised already.
     place = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": device.index or 0}
     os.environ.update({name: str(value) for name, value in place.items()})
@@ -155,7 +158,7 @@ def build_deepspeed(stage: int, work: Work, device: torch.device) -> Trainee:
 
     model = make_model(work, device)
     zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
-    if stage < 3 and "compute_grad_norm" in DeepSpeedZeroConfig.model_fields:
+    if stage < 3 and not offload and "compute_grad_norm" in DeepSpeedZeroConfig.model_fields:
         zero["compute_grad_norm"] = False  # nobody else computes it here
     settings = {
         "train_micro_batch_size_per_gpu": work.batch,
@@ -168,6 +171,12 @@ def build_deepspeed(stage: int, work: Work, device: torch.device) -> Trainee:
         "wall_clock_breakdown": False,
     }
     optimizer = adamw(model, work)
+    if offload:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiled at its first use
+
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        options = {name: value for name, value in ADAMW.items() if name != "fused"}
+        optimizer = DeepSpeedCPUAdam(model.parameters(), lr=work.lr, adamw_mode=True, **options)
     wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
 
     def step(tokens: Tensor) -> Tensor:
@@ -215,6 +224,11 @@ SYSTEMS = {
     "deepspeed-1": System(partial(build_deepspeed, 1), 4),
     "deepspeed-2": System(partial(build_deepspeed, 2), 4),
     "deepspeed-3": System(partial(build_deepspeed, 3), 6),
+    "zero-2 offload": System(partial(build_zero, 2, offload="host"), 4),
+    "zero-3 offload": System(partial(build_zero, 3, offload="host"), 6),
+    "fsdp2 offload": System(partial(build_fsdp2, True, offload=True), 6),
+    "deepspeed-2 offload": System(partial(build_deepspeed, 2, offload=True), 4),
+    "deepspeed-3 offload": System(partial(build_deepspeed, 3, offload=True), 6),
     "zero-3 no prefetch": System(partial(build_ablation, ablations.NoPrefetch), 6),
     "zero-3 storage resize": System(partial(build_ablation, ablations.StorageResize), 6),
     "zero-3 gathers as kernels": System(partial(build_ablation, ablations.GathersAsKernels), 6),

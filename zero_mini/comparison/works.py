@@ -31,6 +31,15 @@ ABLATIONS = (
     "zero-3 two communicators",
     "plain",
 )
+OFFLOADED = (
+    "ddp",
+    "zero-3",
+    "zero-2 offload",
+    "zero-3 offload",
+    "fsdp2 offload",
+    "deepspeed-2 offload",
+    "deepspeed-3 offload",
+)
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 
@@ -72,6 +81,7 @@ WORKS = {
         Work("124M batch 32", PRESETS["124M"], 32),
         Work("1.5B compiled", PRESETS["1.5B"], 8, COMPILED, compiled=True),
         Work("1.5B compiled batch 16", PRESETS["1.5B"], 16, COMPILED, compiled=True, fused_loss=True),
+        Work("1.5B offload", PRESETS["1.5B"], 8, OFFLOADED),
         Work("ablations", PRESETS["1.5B"], 8, ABLATIONS),
         Work("cpu", CPU_CONFIG, 8, ON_CPU, bf16=False, lr=1e-3),
         Work("cpu ablations", CPU_CONFIG, 8, ABLATIONS, bf16=False, lr=1e-3),
