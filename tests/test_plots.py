@@ -11,6 +11,7 @@ from zero_mini.comm import Call
 from zero_mini.gpt import GPT, GPTConfig
 from zero_mini.memory import model_state_bytes, walk
 from zero_mini.plots import (
+    bugs,
     curves,
     exponents,
     frame,
@@ -450,3 +451,30 @@ def test_a_dot_lies_at_its_bytes_and_its_time():
     drawn = [[tuple(place) for place in points.get_offsets().tolist()] for points in axes.collections]
     assert drawn == [[(44.0, 198.0), (35.0, 191.0)], [(20.0, 240.0)]]
     assert {"all kept", "every block", "stage 0"} <= set(texts(figure))
+
+
+def test_a_bug_s_losses_lie_over_the_healthy_ones_and_their_difference_on_the_strip():
+    healthy, other, odd = [3.0, 2.0, 1.0], [3.5, 2.0, 1.25], "gradients are sums, not means"
+    given = {"1 · loud": (healthy, [3.0, 4.0, 5.0]), "2 · silent": (healthy, healthy), f"3 · {odd}": (other, healthy)}
+    figure = bugs.draw_bugs(given, [healthy, other], "invented")
+    check_layout(figure)
+    for losses, apart, pair in zip(figure.axes[::2], figure.axes[1::2], given.values(), strict=True):
+        assert [list(line.get_ydata()) for line in losses.lines] == list(pair)
+        (line,), (strip,) = apart.lines, apart.patches
+        assert list(line.get_ydata()) == [with_it - without for without, with_it in zip(*pair)]
+        assert strip.get_y() == -0.5 and strip.get_height() == 1.0  # two healthy ones are 0.5 apart
+    assert {*given, "difference: at most 4.00", "no difference, to the bit"} <= set(texts(figure))
+    with pytest.raises(ValueError, match="curves of 3 and 1 steps"):
+        bugs.draw_bugs({"1 · short": (healthy, [3.0])}, [healthy, other])
+
+
+def test_a_square_stands_where_a_check_found_a_bug():
+    found = {"late": {"one process": True, "memory": False}, "large": {"one process": False, "memory": True}}
+    figure = bugs.draw_findings(found, "invented")
+    check_layout(figure)
+    (axes,) = figure.axes
+    squares = [text.get_position() for text in axes.texts if text.get_text() == "■"]
+    assert squares == [(0.5, 0.5), (1.5, 1.5)]
+    assert {"late", "large", "one process", "memory"} <= set(texts(figure))
+    with pytest.raises(ValueError, match="'large' was given to memory"):
+        bugs.draw_findings(found | {"large": {"memory": True}})
