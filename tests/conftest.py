@@ -59,6 +59,25 @@ def record(request):
     return keep
 
 
+@pytest.fixture(scope="session")
+def fault(request) -> Iterator[Callable[[str, str, str], None]]:
+    """fault(what, result, message): a row of faults.json, where --record says, or else as it was recorded."""
+    rows: dict[str, dict] = {}
+    recorded = Path(request.config.rootpath) / "zero_mini" / "measured" / "faults.json"
+
+    def keep(what: str, result: str, message: str) -> None:
+        rows[what] = {"fault": what, "result": result, "message": message}
+        if not request.config.getoption("--record"):
+            known = {row["fault"]: row["result"] for row in json.loads(recorded.read_text())}
+            assert known.get(what) == result, f"{what}: record it again with pytest --record {recorded.parent}"
+
+    yield keep
+    if rows and (folder := request.config.getoption("--record")):
+        path = Path(folder) / recorded.name
+        old = {row["fault"]: row for row in json.loads(path.read_text())} if path.is_file() else {}
+        path.write_text(json.dumps(list((old | rows).values()), indent=1) + "\n")
+
+
 def compact(text: str) -> str:
     """Indented JSON, with a list that holds no other on one line."""
     return re.sub(
@@ -74,4 +93,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record", metavar="DIR", help="folder for what the gpu tests measure, as JSON")
+    parser.addoption("--record", metavar="DIR", help="folder for what tests measure, as JSON")

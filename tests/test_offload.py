@@ -20,6 +20,7 @@ from models import ZOO, CastDDP, Loop, TorchDDP, parity
 from test_train_gpt import SCRIPT, TINY, finish, refusal, said, start
 from torch import nn
 
+from zero_mini.checkpoint import Checkpoints, load
 from zero_mini.gpt import GPT, GPTConfig
 from zero_mini.loss_scale import LossScaler
 from zero_mini.train_gpt import main
@@ -127,7 +128,7 @@ class Training:
 
     def outcome(self) -> list[torch.Tensor]:
         state = self.zero.state_dict()
-        states = [value for entry in state["optimizer"].values() for value in entry.values()]
+        states = [entry[key] for entry in state["optimizer"].values() for key in sorted(entry)]
         tensors = [value for value in states if isinstance(value, torch.Tensor)]
         losses = torch.tensor(self.losses).nan_to_num(7.0)  # an overflow's norm is NaN
         return [losses, torch.tensor(self.skipped), *state["model"].values(), *tensors]
@@ -500,3 +501,32 @@ def test_the_trainer_refuses_what_cannot_be_offloaded(alone, capsys, tmp_path):
         "--offload needs sharded states (--stage is 0); add --stage 1, 2 or 3"
     )
     assert "none is no folder; make it first" in refusal(capsys, *TINY, "--offload", str(tmp_path / "none"))
+
+
+def test_a_checkpoint_goes_on_to_the_bit_at_any_place(ranks, tmp_path):
+    def work(folder: str) -> list[str]:
+        found = []
+        for stage, place, other in [(1, "host", "disk"), (2, "disk", "host"), (3, "disk", "disk"), (3, None, "host")]:
+            folders = {"host": "host", "disk": f"{folder}/{stage}-{place}", None: None}
+            if dist.get_rank() == 0:
+                Path(folders["disk"]).mkdir()
+            dist.barrier()
+            training = Training(stage, folders[place])
+            for number in range(2):
+                training.step(number)
+            saved = Checkpoints(Path(folder, f"saved-{stage}-{place}"), training.zero)
+            saved.save(2, {})
+            saved.close()
+            training.losses = []
+            training.step(2)
+            expected = training.outcome()
+            del training, saved
+            again = Training(stage, folders[other])
+            again.step(7)
+            assert load(Path(folder, f"saved-{stage}-{place}"), again.zero).step == 2
+            again.losses = []
+            again.step(2)
+            found += [] if same(expected, again.outcome()) else [f"stage {stage}, {place} to {other}"]
+        return found
+
+    assert agree(ranks(2).run(work, str(tmp_path)))

@@ -211,7 +211,9 @@ def test_weights_written_by_two_ranks_at_stage_3_start_one_rank_at_stage_0(tmp_p
     first = losses(tmp_path / "two")
     assert first[-1] < first[0] - 1.5
     assert out.count("validation loss: ") == 1
-    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == ["config.json", "metrics.jsonl", "weights.pt"]
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [
+        *("config.json", "lock", "metrics.jsonl", "weights.pt")
+    ]
 
     again = ["--steps", "1", "--init-from", str(tmp_path / "two" / "weights.pt"), "--out", str(tmp_path / "one")]
     main([*TINY, "--stage", "0", *again])

@@ -10,8 +10,10 @@ In reading order:
     activations.py  host_activations.py       what is left: activations computed again, or in host memory
     chunked_loss.py  fragmentation.py         logits in parts; memory in one piece
     memory.py  recorder.py  ranks.py          what it costs, by formula and by looking; a function run on N ranks
-    gpt.py  text.py                           the model and the data of every lesson
-    train_gpt.py  options.py  launch.py  report.py      a training run, start to end
+    checkpoint.py  checkpoint_files.py        shards on the disk
+    resharding.py                             for any stage and number of ranks
+    gpt.py  text.py  gpt2_file.py             the model and the data of every lesson; weights as others have them
+    train_gpt.py  options.py  launch.py  resume.py  report.py      a training run, start to end
 """
 
 from zero_mini.zeroify import zeroify

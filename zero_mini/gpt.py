@@ -21,7 +21,7 @@ multiplies by `wte.weight`, so there is one Parameter under one name and `state_
 
 Shapes: B sequences, T tokens in each, d channels, V vocabulary.
 
-Left out: key-value cache, loading released weights (GPT-2 stores them transposed and under other names).
+Left out: key-value cache. Released weights are stored transposed and under other names: gpt2_file.py reads them.
 """
 
 import math

@@ -30,6 +30,8 @@ import torch.distributed as dist
 class Refusal(Exception):
     """A reason not to train that lies outside this program. Every rank knows of it, so that rank 0 alone says it."""
 
+    status = 2  # of the process that ends for it
+
 
 class OwnRefusal(Refusal):
     """One that this rank alone may know of, and says itself."""
@@ -175,7 +177,7 @@ def judge(words: list[tuple[dict, str | None]]) -> str | None:
 
 
 def leave(refusal: Refusal, place: Place, store: dist.Store | None) -> NoReturn:
-    """Exit with status 2, and say why in one line if it is this rank's to say."""
+    """Exit with the refusal's status, and say why in one line if it is this rank's to say."""
     own = isinstance(refusal, OwnRefusal)
     if own or place.rank == 0:
         print(f"train_gpt.py: error: {refusal}", file=sys.stderr, flush=True)
@@ -190,7 +192,7 @@ def leave(refusal: Refusal, place: Place, store: dist.Store | None) -> NoReturn:
             else:
                 store.wait(["said"], timedelta(seconds=10))
                 store.set(f"heard {place.rank}", "")
-    sys.exit(2)
+    sys.exit(refusal.status)
 
 
 def first_line(error: BaseException) -> str:

@@ -53,14 +53,23 @@ class Options:
     lr: float = option(3e-3, "highest learning rate", above=0)
     warmup: int = option(20, "steps in which it rises; then it falls as a cosine", least=0)
     weight_decay: float = option(0.1, "of matrices", least=0)
+    dropout: float = option(0.0, "part of the activations that is set to zero, others on each rank", least=0)
     clip: float = option(1.0, "largest norm of a gradient", above=0)
     seed: int = option(0, "of weights, order of data, and sample", least=0)
     log_every: int = option(10, "steps between two readings of the loss; each waits for the device", least=1)
     sample_length: int = option(200, "bytes to write at the end", least=0)
     device: str = option("auto", "auto takes GPUs if there are any", choices=("auto", "cpu", "cuda"))
     backend: str = option("auto", "auto takes nccl on GPUs", choices=("auto", "gloo", "nccl"))
-    out: str | None = option(None, "folder for config.json, metrics.jsonl and weights.pt")
-    init_from: str | None = option(None, "weights.pt to start from, of any stage and number of ranks")
+    out: str | None = option(None, "folder for config.json, metrics.jsonl, checkpoints and weights.pt")
+    init_from: str | None = option(None, "weights.pt or model.safetensors to start from")
+    save_every: int | None = option(None, "steps between checkpoints; the last step and SIGTERM make one too", least=1)
+    keep: int = option(2, "checkpoints that stay, the last ones", least=1)
+    save_in_background: bool = option(False, "train on while a checkpoint is written; takes host memory for a copy")
+    resume: str | None = option(
+        None, "auto: go on from the newest whole checkpoint in --out, if there is one; or PATH of a checkpoint"
+    )
+    tensorboard: bool = option(False, "write the metrics for TensorBoard too, into --out")
+    export_gpt2: bool = option(False, "write the model for Hugging Face's GPT-2 too, into --out")
     time_out: float = option(600.0, "seconds that a rank waits for the others", above=0)
 
     def __post_init__(self):
@@ -78,6 +87,13 @@ class Options:
                 raise ValueError(f"{flag(f)} must be {number} >= {bound['least']} (got {value})")
         if self.offload and self.stage == 0:
             raise ValueError("--offload needs sharded states (--stage is 0); add --stage 1, 2 or 3")
+        for f in ("save_every", "tensorboard", "export_gpt2"):
+            if getattr(self, f) and not self.out:
+                raise ValueError(f"--{f.replace('_', '-')} needs a folder to write into; add --out DIR")
+        if self.resume == "auto" and not self.out:
+            raise ValueError("--resume auto looks for checkpoints in --out; add --out DIR, or give --resume PATH")
+        if self.save_in_background and not self.save_every:
+            raise ValueError("--save-in-background is of checkpoints; add --save-every N")
         if self.keep_activations == "host" and not self.checkpoint_activations:
             raise ValueError("--keep-activations host is of checkpointed blocks; add --checkpoint-activations 1")
 
@@ -100,6 +116,9 @@ def parse(argv: list[str]) -> Options:
 
     parser = Parser("train_gpt.py", description="Train a GPT-2 at any stage of ZeRO.", allow_abbrev=False)
     for f in dataclasses.fields(Options):
+        if kind(f) is bool:
+            parser.add_argument(flag(f), action="store_true", help=f.metadata["help"])
+            continue
         choices, default = f.metadata["choices"], "" if f.default is None else f" (default: {f.default})"
         shown = "|".join(map(str, choices)) if choices else {int: "N", float: "X", str: "PATH"}[kind(f)]
         names, meaning = (flag(f), *f.metadata["also"]), f.metadata["help"] + default

@@ -1,8 +1,11 @@
 """What a run leaves behind: tables on the screen, and a folder with metrics and weights.
 
     DIR/config.json     every argument, the model's shape, the number of ranks
-    DIR/metrics.jsonl   one JSON object a line, for each step that was logged
+    DIR/metrics.jsonl   one JSON object a line, for each step that was logged; a run that goes on goes on in it
     DIR/weights.pt      model.state_dict(), whole and in fp32: for any stage, any number of ranks, or one GPU
+    DIR/step-20         a checkpoint (checkpoint.py); DIR/lock keeps other jobs out
+    DIR/tensorboard     the metrics again, with --tensorboard
+    DIR/gpt2            the model for Hugging Face's GPT-2, with --export-gpt2 (gpt2_file.py)
 
 In the tables MB is 1e6 bytes and GB 1e9.
 """
@@ -16,11 +19,11 @@ from pathlib import Path
 
 import torch
 from tabulate import tabulate
-from torch import nn
 
 from zero_mini import memory
 from zero_mini.comm import Call
 from zero_mini.gpt import GPT, GPTConfig
+from zero_mini.gpt2_file import export_gpt2, import_gpt2
 from zero_mini.launch import OwnRefusal, first_line
 
 
@@ -129,24 +132,46 @@ def check_folder(folder: Path, needed_bytes: int) -> None:
 class Folder:
     """The files of one run. Without a path, as on all ranks but 0, everything here does nothing."""
 
-    def __init__(self, path: Path | None, config: dict):
-        self.path = path
+    def __init__(self, path: Path | None, config: dict, begun: int = 0, tensorboard: bool = False):
+        """begun: the step at which the run begins. Metrics of later ones, which a crash left, will come again."""
+        self.path, self.board = path, None
         self.write("config.json", json.dumps(config, indent=2))
-        self.write("metrics.jsonl", "")
+        self.write("metrics.jsonl", "".join(self.metrics_until(begun)))
+        if path and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # an extra
+
+            self.board = SummaryWriter(path / "tensorboard", purge_step=begun + 1)
+
+    def metrics_until(self, step: int) -> list[str]:
+        """Lines of an earlier run of this folder; not the one that a crash has cut short."""
+        if not step or not self.path or not (self.path / "metrics.jsonl").is_file():
+            return []
+        lines = (self.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+        return [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= step]
 
     def note(self, **metrics: float) -> None:
         """One more line of metrics, in the file when this returns."""
-        self.write("metrics.jsonl", json.dumps(metrics), "a")
+        self.write("metrics.jsonl", json.dumps(metrics) + "\n", "a")
+        if self.board:
+            for name, value in metrics.items():
+                self.board.add_scalar(name, value, metrics["step"])
+            self.board.flush()
 
-    def write(self, name: str, line: str, mode: str = "w") -> None:
+    def write(self, name: str, text: str, mode: str = "w") -> None:
+        """Add to a file, or write it anew: whoever reads it finds all of it, old or new."""
         if self.path:
+            file = self.path / name
             try:
-                with (self.path / name).open(mode) as file:
-                    print(line, file=file, end="\n" if line else "")
+                if mode == "w":
+                    file.with_name(f"{name}.unfinished").write_text(text)
+                    os.replace(file.with_name(f"{name}.unfinished"), file)
+                else:
+                    with file.open(mode) as opened:
+                        opened.write(text)
             except OSError as error:
-                raise OwnRefusal(f"{self.path / name} could not be written: {error.strerror}") from error
+                raise OwnRefusal(f"{file} could not be written: {error.strerror}") from error
 
-    def save(self, model: nn.Module) -> None:
+    def save(self, model: GPT, for_gpt2: bool = False) -> None:
         """Whole weights, which may have to be gathered: every rank must call it. OwnRefusal if the disk is full."""
         state = model.state_dict()
         if not self.path:
@@ -156,13 +181,17 @@ class Folder:
             # clone: each tensor is a view of its unit's buffer, and torch.save would write all of that.
             torch.save({name: value.cpu().clone() for name, value in state.items()}, unfinished)
             os.replace(unfinished, self.path / "weights.pt")  # whoever reads it finds a whole file, old or new
+            if for_gpt2:
+                export_gpt2(self.path / "gpt2", state, model.config)
         except (OSError, RuntimeError) as error:  # torch.save says RuntimeError for a full disk
             unfinished.unlink(missing_ok=True)
-            raise OwnRefusal(f"{self.path / 'weights.pt'} could not be written: {first_line(error)}") from error
+            raise OwnRefusal(f"weights could not be written to {self.path}: {first_line(error)}") from error
 
 
 def load_weights(path: Path, config: GPTConfig) -> dict[str, torch.Tensor]:
     """What `Folder.save` wrote, mapped rather than read; ValueError if it is no file of weights of such a model."""
+    if path.suffix == ".safetensors":
+        return import_gpt2(path, config)
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         shapes = {name: tuple(value.shape) for name, value in weights.items()}

@@ -16,7 +16,10 @@ there and are read together, every `--log-every` steps. The result depends on th
 for rounding) on the stage or on the number of ranks. What cannot be trained is refused in one line, with status 2,
 before any rank waits for another.
 
-Left out: optimizer states in the saved weights (zero.state_dict() has them), evaluation while training.
+With `--out DIR --save-every 100 --resume auto` a run can be left alone (resume.py): whatever ends it, it goes on from
+its last checkpoint, to the same bits if the number of ranks is the same.
+
+Left out: evaluation while training.
 """
 
 import sys
@@ -27,12 +30,13 @@ if not __package__:
     # copy. What it needs is the folder around the package.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import contextlib
 import dataclasses
+import importlib.util
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -43,6 +47,7 @@ from tqdm import tqdm
 
 from zero_mini import text, zeroify
 from zero_mini.activations import checkpoint_blocks, waiting_places
+from zero_mini.checkpoint import CheckpointError, Checkpoints
 from zero_mini.comm import Call
 from zero_mini.ddp import DDP
 from zero_mini.gpt import GPT, PRESETS, GPTConfig, generate, init_weight, param_groups, parameter_count
@@ -58,15 +63,8 @@ from zero_mini.launch import (
     roll_call,
 )
 from zero_mini.options import Options, parse
-from zero_mini.report import (
-    Folder,
-    check_folder,
-    cost_table,
-    host_peak_bytes,
-    load_weights,
-    readable,
-    sent_bytes,
-)
+from zero_mini.report import Folder, check_folder, cost_table, host_peak_bytes, load_weights, readable, sent_bytes
+from zero_mini.resume import Saving, go_on, what_must_not_change
 
 VALIDATION_SEQUENCES = 64
 PROMPT_TOKENS = 16
@@ -81,11 +79,12 @@ class Job:
     backend: str
     precision: str  # "fp32", "bf16" or "fp16"
     micro_batches: int
-    stream: Iterator[list[text.Batch]]
+    batches_from: Callable[[int], Iterator[list[text.Batch]]]  # a step on
     validation: list[text.Batch]
     validation_sequences: int
     prompt: torch.Tensor  # (1, PROMPT_TOKENS)
     weights: dict[str, torch.Tensor] | None
+    must_not_change: dict[str, object]  # where a run goes on
 
 
 def prepare(options: Options, place: Place) -> Job:
@@ -93,13 +92,19 @@ def prepare(options: Options, place: Place) -> Job:
     device, backend = find_device(options.device, options.backend, place)
     precision = find_precision(options.precision, device)
     changes = {"L": options.L, "d": options.d, "heads": options.heads, "T": options.sequence_length}
+    changes["dropout"] = options.dropout
     changes = {name: value for name, value in changes.items() if value is not None}
     config = dataclasses.replace(PRESETS[options.model], **changes)
 
     training_text, held_out = text.split(text.load(options.data, config.T, config.vocab))
     ranks, G = place.world_size, options.global_batch
     micro_batch = options.micro_batch or (G // ranks if G % ranks == 0 else 1)
-    stream = text.batches(training_text, config.T, G, place.rank, ranks, micro_batch, options.seed)
+    batches_from = partial(text.batches, training_text, config.T, G, place.rank, ranks, micro_batch, options.seed)
+    batches_from(0)  # says what is wrong
+    for wanted, package in ((options.tensorboard, "tensorboard"), (options.export_gpt2, "safetensors")):
+        if wanted and importlib.util.find_spec(package) is None:
+            flag = "--tensorboard" if package == "tensorboard" else "--export-gpt2"
+            raise ValueError(f'{flag} needs a package: pip install "zero-mini[{package}]"')
     sequences = min(VALIDATION_SEQUENCES, text.count_sequences(held_out, config.T, "the validation text"))
     validation = text.validation_batches(held_out, config.T, sequences, place.rank, ranks, micro_batch)
     weights = None
@@ -107,10 +112,12 @@ def prepare(options: Options, place: Place) -> Job:
         if options.init_from:
             weights = load_weights(Path(options.init_from), config)
         if options.out:
-            check_folder(Path(options.out), 4 * parameter_count(config))
+            saved = 12 * (options.keep + 1) if options.save_every else 0  # fp32 master and two moments
+            check_folder(Path(options.out), (4 + saved) * parameter_count(config))
     prompt = held_out[None, :PROMPT_TOKENS].long().to(device)
     k = G // (ranks * micro_batch)
-    return Job(config, device, backend, precision, k, stream, validation, sequences, prompt, weights)
+    fixed = what_must_not_change(options, config, training_text)
+    return Job(config, device, backend, precision, k, batches_from, validation, sequences, prompt, weights, fixed)
 
 
 def find_precision(wanted: str, device: torch.device) -> str:
@@ -170,14 +177,25 @@ def train(options: Options, job: Job, place: Place) -> None:
     )
 
     speaks = place.rank == 0
-    shape = dataclasses.asdict(job.config)
-    config = {**dataclasses.asdict(options), "model_shape": shape, "world_size": place.world_size}
-    folder = Folder(Path(options.out) if options.out and speaks else None, config)
     if speaks:
         print(describe(options, job, place), flush=True)
-    at_start = validate(zero, job)
-    folder.note(step=0, validation_loss=at_start)
-    held, calls = fit(zero, scheduler, options, job, folder)
+    torch.manual_seed(options.seed + place.rank)  # dropout
+    _, begun, extra, _ = go_on(options, zero, job.must_not_change)
+    checkpoints = None
+    if options.out:  # locked before anything is written to it
+        checkpoints = Checkpoints(Path(options.out), zero, options.keep, begun, options.save_in_background)
+    shape = dataclasses.asdict(job.config)
+    config = {**dataclasses.asdict(options), "model_shape": shape, "world_size": place.world_size}
+    folder = Folder(Path(options.out) if options.out and speaks else None, config, begun, options.tensorboard)
+    if begun:
+        scheduler.load_state_dict(extra["scheduler"])
+        at_start = extra["at_start"]
+    else:
+        at_start = validate(zero, job)
+        folder.note(step=0, validation_loss=at_start)
+    fixed = {"must_not_change": job.must_not_change, "at_start": at_start}
+    saving = Saving(checkpoints, scheduler, fixed, options) if options.save_every else None
+    held, calls = fit(zero, scheduler, options, job, folder, begun, saving)
     at_end = validate(zero, job)
     folder.note(step=options.steps, validation_loss=at_end)
 
@@ -185,7 +203,8 @@ def train(options: Options, job: Job, place: Place) -> None:
     sample = generate(model, job.prompt, options.sample_length, temperature=0.8, generator=generator)[0].cpu()
     if speaks:
         psi = parameter_count(job.config)
-        print(cost_table(psi, options.stage, place.world_size, dtype.itemsize, job.micro_batches, held, calls))
+        if held:  # there was a step
+            print(cost_table(psi, options.stage, place.world_size, dtype.itemsize, job.micro_batches, held, calls))
         if options.offload:
             print(f"\nhost memory of this process at its peak, all in all: {readable(host_peak_bytes())}")
         if checkpointed:
@@ -196,20 +215,24 @@ def train(options: Options, job: Job, place: Place) -> None:
             )
         print(f"\nvalidation loss: {at_start:.3f} at the start, {at_end:.3f} at the end")
         if options.sample_length:
-            begun, written = (text.decode(part) for part in sample.tensor_split([PROMPT_TOKENS]))
-            print(f"\nthe held-out text begins:\n{begun}\n\nthe model goes on:\n{written}")
-    if options.out:
-        folder.save(model)
+            opening, written = (text.decode(part) for part in sample.tensor_split([PROMPT_TOKENS]))
+            print(f"\nthe held-out text begins:\n{opening}\n\nthe model goes on:\n{written}")
+    if checkpoints:
+        folder.save(model, options.export_gpt2)
+        checkpoints.close()
 
 
-def fit(zero: DDP, scheduler, options: Options, job: Job, folder: Folder) -> tuple[dict[str, dict], list[Call]]:
-    """The training loop. Returns what this rank held (place -> category -> bytes) and sent in the last step."""
+def fit(
+    zero: DDP, scheduler, options: Options, job: Job, folder: Folder, begun: int = 0, saving: Saving | None = None
+) -> tuple[dict[str, dict], list[Call]]:
+    """The loop after step `begun`. What this rank held (place -> category -> bytes) and sent in the last step."""
+    held, batches = {}, job.batches_from(begun)
     recent = []  # (loss, norm) of each step since the last reading, on the device; None for a skipped one
     since = time.perf_counter()
-    with tqdm(total=options.steps, disable=zero.rank > 0, unit="step") as bar:
-        for step in range(1, options.steps + 1):
+    with tqdm(total=options.steps, initial=begun, disable=zero.rank > 0, unit="step") as bar, saving or nullcontext():
+        for step in range(begun + 1, options.steps + 1):
             reading = step % options.log_every == 0 or step == options.steps
-            loss = accumulate(zero, next(job.stream), job.device)
+            loss = accumulate(zero, next(batches), job.device)
             if reading:
                 # Now, as the paper counts: clipping copies 16-bit gradients to fp32.
                 held = {place: zero.memory(place) for place in zero.places}
@@ -236,6 +259,8 @@ def fit(zero: DDP, scheduler, options: Options, job: Job, folder: Folder) -> tup
                 if zero.scaler is not None:
                     costs |= {"loss_scale": zero.scaler.scale, "skipped": zero.scaler.skipped}
                 folder.note(step=step, lr=lr, tokens_per_s=speed, **learnt, **costs)
+            if saving:
+                saving.after_step(step, partial(read, recent, step, zero, options))
     return held, zero.ledger
 
 
@@ -244,7 +269,7 @@ def accumulate(zero: DDP, micro_batches: list[text.Batch], device: torch.device)
     total = torch.zeros((), device=device)
     for index, (x, y) in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
-        with contextlib.nullcontext() if last else zero.no_sync():
+        with nullcontext() if last else zero.no_sync():
             loss = zero.model(to(device, x), to(device, y)) / len(micro_batches)
             zero.scale(loss).backward()
         total += loss.detach()
@@ -309,7 +334,7 @@ def describe_checkpoints(blocks: list[torch.nn.Module], model: torch.nn.Module) 
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The whole program. Exits with status 2 and one line on stderr if it is not to be done."""
+    """The whole program. Exits with status 2, or 143 for SIGTERM, and one line on stderr if it is not to be done."""
     place, store = Place(0, 1, 0, 1), None
     try:
         place = find_place(os.environ)
@@ -335,6 +360,8 @@ def start_and_train(options: Options, job: Job, place: Place, store: dist.Store,
     dist.init_process_group(job.backend, store=store, rank=place.rank, world_size=place.world_size, timeout=time_out)
     try:
         train(options, job, place)
+    except CheckpointError as error:
+        raise Refusal(first_line(error)) from error
     except ValueError as error:
         if not str(error).startswith("offload"):
             raise

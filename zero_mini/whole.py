@@ -10,7 +10,7 @@ precision. To save a model, call `state_dict()` on every rank and write on one.
 What `model.state_dict()` returns is a snapshot (stage 0 in fp32 alone returns the live values, as
 torch does): to change parameters, use `load_state_dict` or `full_params`.
 
-Left out: sharded checkpoints, which never need the whole.
+Left out: sharded checkpoints, which never need the whole (checkpoint.py).
 """
 
 import contextlib
