@@ -5,6 +5,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import cloudpickle
@@ -42,28 +43,53 @@ def alone(monkeypatch):
 @pytest.fixture
 def record(request):
     """record(name, value): keep what was measured in a JSON file of its own, if --record says where."""
+    return partial(write, request.config)
 
-    def keep(name: str, value: object, cards: int = 2) -> None:
-        if folder := request.config.getoption("--record"):
-            machine = {
-                "card": torch.cuda.get_device_name(0),
-                "cards": cards,
-                "torch": torch.__version__,
-                "cuda": torch.version.cuda,
-                "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            }
-            path = Path(folder) / f"{name}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(compact(json.dumps({"machine": machine, name: value}, indent=1)) + "\n")
 
-    return keep
+@pytest.fixture(scope="session")
+def row(request) -> Iterator[Callable[..., None]]:
+    """row(table, name, stage, **cells): one more row of a table, kept as `record` does when all tests have run."""
+    tables: dict[str, list[dict]] = {}
+
+    def add(table: str, name: str, stage: int | str, **cells: object) -> None:
+        """Stages that share all cells share a row."""
+        rows = tables.setdefault(table, [])
+        alike = [row for row in rows if {**row, "stages": None} == {"what": name, **cells, "stages": None}]
+        if not alike:
+            rows.append({"what": name, **cells, "stages": [stage]})
+        elif stage not in alike[0]["stages"]:
+            alike[0]["stages"].append(stage)
+
+    yield add
+    for name, rows in tables.items():
+        write(request.config, name, rows)
+
+
+def write(config: pytest.Config, name: str, value: object, cards: int = 2) -> None:
+    if folder := config.getoption("--record"):
+        path = Path(folder) / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(compact(json.dumps({"machine": machine(cards), name: value}, indent=1)) + "\n")
+
+
+def machine(cards: int) -> dict[str, object]:
+    """What the numbers depend on."""
+    if not torch.cuda.is_available():
+        return {"torch": torch.__version__}
+    return {
+        "card": torch.cuda.get_device_name(0),
+        "cards": cards,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }
 
 
 @pytest.fixture(scope="session")
 def fault(request) -> Iterator[Callable[[str, str, str], None]]:
-    """fault(what, result, message): a row of faults.json, where --record says, or else as it was recorded."""
+    """fault(what, result, message): a row of saving.json, where --record says, or else as it was recorded."""
     rows: dict[str, dict] = {}
-    recorded = Path(request.config.rootpath) / "zero_mini" / "measured" / "faults.json"
+    recorded = Path(request.config.rootpath) / "zero_mini" / "measured" / "saving.json"
 
     def keep(what: str, result: str, message: str) -> None:
         rows[what] = {"fault": what, "result": result, "message": message}

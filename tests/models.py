@@ -337,6 +337,70 @@ class Hooked(Stack):
         nn.utils.parametrizations.weight_norm(self.blocks[3].up)
 
 
+class Convolutions(nn.Module):
+    """Convolutions and BatchNorm, channels last."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Conv2d(1, D, 2)
+        layers = [nn.Sequential(nn.Conv2d(D, D, 3, padding=1), nn.BatchNorm2d(D)) for _ in range(3)]
+        self.blocks, self.leave = nn.ModuleList(layers), nn.Linear(D, D_OUT)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor, turn: Turn) -> torch.Tensor:
+        image = (x[:, None, :, None] * x[:, None, None, :]).contiguous(memory_format=torch.channels_last)
+        h = self.enter(image)
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        return self.leave(h.mean((2, 3)))
+
+
+class Recurrent(nn.Module):
+    """Two LSTMs, each a unit: cuDNN's flat weights apart, a module that keeps a list of its own parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.wte, self.head = nn.Embedding(VOCAB, D), nn.Linear(2 * D, VOCAB)
+        self.blocks = nn.ModuleList([nn.LSTM(D, D, batch_first=True), nn.LSTM(D, D, bidirectional=True)])
+
+    def forward(self, ids: torch.Tensor, turn: Turn) -> torch.Tensor:
+        h, (last, _) = self.blocks[0](self.wte(ids))
+        h, _ = self.blocks[1](h + last[0][:, None])
+        return self.head(h)
+
+
+class Experts(Block):
+    """A mixture of experts inside a block: the data decide who computes, so that a rank may leave some out."""
+
+    def __init__(self):
+        super().__init__()
+        self.route = nn.Linear(D, 2)
+        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        weight, chosen = self.route(h - h.detach().mean(-1, keepdim=True)).softmax(-1).max(-1)
+        mixed = torch.zeros_like(h)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero().flatten()
+            if len(rows):
+                mixed = mixed.index_add(0, rows, weight[rows, None] * expert(h[rows]))
+        return super().forward(h + mixed)
+
+
+class Giant(nn.Module):
+    """One layer that holds nearly all of the model, among tiny ones."""
+
+    def __init__(self):
+        super().__init__()
+        widths = [D_IN, 2, 900, 2, 1, D_OUT]
+        self.blocks = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
+
+    def forward(self, x: torch.Tensor, turn: Turn) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.sin(block(x))
+        return x
+
+
 class OnlyBiases(Stack):
     """Most is frozen, and the first block wholly."""
 
@@ -540,6 +604,10 @@ RARE = {
     "unit skipped on some ranks": Case(SkippedOnSomeRanks, unused=True, stages=(0, 1, 2)),
     "outputs changed in place": Case(InPlace),
     "buffers": Case(Normalised),
+    "convolutions and batch norm, channels last": Case(Convolutions),
+    "recurrent": Case(Recurrent, some_tokens, cross_entropy),
+    "mixture of experts": Case(lambda: Stack(Block(), Experts(), Block()), unused=True),
+    "one giant layer": Case(Giant),
     "branches": Case(Branches),
     "two lists": Case(TwoLists),
     "hooks and parametrisations": Case(Hooked),

@@ -258,5 +258,5 @@ def test_parity_holds_on_the_slowest_wire(ranks):
 
 
 def test_parity_holds_again_without_the_mutants(ranks):
-    for model, loop in {(mutant.model, mutant.loop) for mutant in MUTANTS.values()}:
+    for model, loop in (("plain blocks", CLIPPED), ("tied embedding and head", Loop("AdamW", watch=False))):
         assert not any(ranks(2).run(parity, ZOO[model], loop))

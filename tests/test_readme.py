@@ -3,6 +3,10 @@
 import json
 from pathlib import Path
 
+import models as models_zoo
+import tables
+import test_faults
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -52,3 +56,22 @@ def test_the_readmes_speeds_are_those_of_the_recorded_runs():
     assert f"On {machine['cards']} x {machine['card'].removeprefix('NVIDIA ')} (torch {machine['torch']}" in readme
     assert (work["sequence_length"], work["batch"], work["precision"]) == (1024, 8, "bf16")
     assert f"{works['1.5B compiled batch 16']['scores']['zero-3']['mfu']:.1%}".replace("%", " %") in readme
+
+
+def test_the_tables_beside_the_tests_are_drawn_from_what_the_tests_recorded():
+    assert (ROOT / "tests" / "README.md").read_text() == tables.draw()
+
+
+def test_the_tables_name_tests_and_models_that_exist():
+    sources = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    known = {row["what"] for row in tables.recorded("models")}
+    for line, tests in (tables.AUTOGRAD | tables.NUMBERS).items():
+        for test in tests:
+            assert test in known or f"def {test}(" in sources, f"{line}: {test}"
+    assert {f"the model '{name}'" for name in models_zoo.ZOO | models_zoo.RARE} <= known
+
+
+def test_every_fault_has_a_row():
+    rows = {row["what"] for row in tables.recorded("faults")}
+    assert {f"kill -9 in {moment}" for moment in test_faults.MOMENTS} <= rows
+    assert {f"a rank {what}" for what in test_faults.WAYS} <= rows

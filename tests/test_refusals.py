@@ -67,12 +67,14 @@ def complaint(wrap: Callable[[int], object]) -> str:
     return ""
 
 
-def check_refused(pair: Ranks, wrap: Callable[[int], object], *expected: str) -> None:
-    """Every rank raises, and says all that is expected."""
-    for said in pair.run(complaint, wrap):
+def check_refused(pair: Ranks, wrap: Callable[[int], object], *expected: str) -> list[str]:
+    """Every rank raises, and says all that is expected. Returns what each says."""
+    everyone = pair.run(complaint, wrap)
+    for said in everyone:
         assert said, "accepted"
         for part in expected:
             assert re.search(part, said), said
+    return everyone
 
 
 def wrap_tower(model: nn.Module | None = None, optimizer: Callable = sgd, **options):
@@ -248,14 +250,15 @@ WRONG_MODELS = {
 
 
 @pytest.mark.parametrize("name", WRONG_MODELS)
-def test_a_model_that_cannot_be_flattened_is_refused(pair, name):
+def test_a_model_that_cannot_be_flattened_is_refused(pair, row, name):
     build, expected = WRONG_MODELS[name]
 
     def wrap(rank):
         model = build()
         zeroify(model, torch.optim.SGD([{"params": list(model.parameters())}], lr=0.1))
 
-    check_refused(pair, wrap, "ValueError", *expected)
+    for said in check_refused(pair, wrap, "ValueError", *expected):
+        row("models", f"refused: {name}", stage="any", result=said)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
@@ -465,11 +468,12 @@ def try_operation(stage: int, operation: Callable, with_grads: bool) -> tuple[st
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_mislead_is_refused_with_the_remedy_and_harms_nothing(pair, name, stage):
+def test_what_would_mislead_is_refused_with_the_remedy_and_harms_nothing(pair, row, name, stage):
     operation, remedy = REFUSED[name]
     with_grads = ("grad" in name) or ("dict" in name)
     for said, after, undisturbed in pair.run(try_operation, stage, operation, with_grads):
         assert re.search(remedy, said), said or "accepted"
+        row("models", f"refused: {name}", stage=stage, result=said.splitlines()[0])
         assert all(torch.equal(own, expected) for own, expected in zip(after, undisturbed, strict=True))
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_mini.comm import Comm
+from zero_mini.comm import Comm, Launched
 from zero_mini.memory import walk
 from zero_mini.zeroify import zeroify
 
@@ -123,7 +123,7 @@ def late_peer():
 
     buffer = torch.zeros(8)
     comm.steps = 12
-    work = comm._launched("reduce_scatter", "blocks.3", buffer, Refused())
+    work = Launched(Refused(), *comm._note("reduce_scatter", "blocks.3", buffer))
     try:
         work.wait()
     except RuntimeError as error:

@@ -20,13 +20,16 @@ launching makes NCCL's stream wait for everything enqueued so far, so no stream 
 Left out: hierarchical and quantised collectives (ZeRO++, arXiv 2306.10209).
 """
 
+import contextlib
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from zero_mini import copy_engine
+from zero_mini.whereabouts import LostRank, Place, Whereabouts
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class Call:
     def payload_bytes(self) -> int:
         """Bytes of the whole buffer."""
         return self.numel * self.itemsize
+
+    @property
+    def line(self) -> str:
+        """How messages name it."""
+        return f"{self.kind} of {self.unit}"
 
     def wire_numel(self, world_size: int) -> float:
         """Elements over one rank's wire, ring convention.
@@ -61,19 +69,24 @@ class Launched:
 
     work: dist.Work
     call: Call
-    place: tuple[int, int, int]  # its number in a step, that step, this rank
+    place: Place
+    whereabouts: Whereabouts | None  # of all ranks, for when it fails
 
     def wait(self) -> None:
         """Return when it is done; on NCCL, when the current stream knows to wait for it."""
         try:
             self.work.wait()
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            number, step, rank = self.place
-            raise RuntimeError(
-                f"{self.call.kind} of {self.call.unit}, number {number} of step {step} on rank {rank}, did not "
-                f"complete: another rank is late, has died or launched something else ({reason})"
-            ) from error
+            step, number = self.place
+            where = f"{self.call.line}, number {number} of step {step} on rank {dist.get_rank()},"
+            raise lost_rank(where, self.place, self.whereabouts, error) from error
+
+
+def lost_rank(where: str, place: Place, whereabouts: Whereabouts | None, error: RuntimeError) -> LostRank:
+    """The error of what did not complete at `place` (step, number): who is missing, and torch's reason."""
+    reason = str(error).partition("\n")[0].partition(". ")[0].rpartition("] ")[2]  # no C++ file, no advice
+    account = "another rank is late, has died or launched something else"
+    return LostRank(f"{where} did not complete: {whereabouts.account(place) if whereabouts else account} ({reason})")
 
 
 class Comm:
@@ -100,6 +113,13 @@ class Comm:
         self.calls: list[Call] = []
         self.last_step: list[Call] = []
         self.steps = 0
+        self.number = 0  # of collectives since the step began, evaluation included
+        self.whereabouts = None
+        if dist.get_backend(self.group) == "gloo":
+            store = dist.PrefixStore(
+                f"zero_mini {self.host_group.group_name}", dist.distributed_c10d._get_default_store()
+            )
+            self.whereabouts = Whereabouts(store, self.rank, self.world_size)
         self.recording = True  # evaluation does not enter the ledger
         self.seen: dict[tuple, tuple[Call, bytes]] = {}  # each call, and the bytes that stand for it in the digest
         self.digest = self.agreed = 0  # of everything launched so far; of what ranks have compared
@@ -128,8 +148,9 @@ class Comm:
     def all_reduce(self, buffer: torch.Tensor, unit: str) -> Launched:
         """buffer (P) <- its mean over ranks, on every rank."""
         op = self._prepare_mean(buffer)
+        noted = self._note("all_reduce", unit, buffer)
         work = dist.all_reduce(buffer, op=op, group=self.group, async_op=True)
-        return self._launched("all_reduce", unit, buffer, work)
+        return Launched(work, *noted)
 
     def reduce_scatter(self, shard: torch.Tensor, buffer: torch.Tensor, unit: str) -> Launched:
         """shard (S = P/N) <- slice `rank` of the mean of buffer (P), which is used up.
@@ -137,23 +158,27 @@ class Comm:
         `shard` may be that very slice of `buffer`. Keep `buffer` until the work is waited for.
         """
         op = self._prepare_mean(buffer)
+        noted = self._note("reduce_scatter", unit, buffer)
         work = self._reduce_scatter(shard, buffer, op=op, group=self.group, async_op=True)
-        return self._launched("reduce_scatter", unit, buffer, work)
+        return Launched(work, *noted)
 
     def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, unit: str) -> Launched:
         """buffer (P) <- the ranks' shards (S) in rank order; `shard` may be a slice of `buffer`."""
+        noted = self._note("all_gather", unit, buffer)
         work = self._all_gather(buffer, shard, group=self.gathering, async_op=True)
-        return self._launched("all_gather", unit, buffer, work)
+        return Launched(work, *noted)
 
     def broadcast(self, buffer: torch.Tensor, unit: str) -> Launched:
         """buffer <- rank 0's, on every rank."""
+        noted = self._note("broadcast", unit, buffer)
         work = dist.broadcast(buffer, group=self.group, group_src=0, async_op=True)
-        return self._launched("broadcast", unit, buffer, work)
+        return Launched(work, *noted)
 
     def host_gather(self, value: object) -> list:
         """Every rank's `value` (anything that pickles, without GPU tensors), in rank order."""
         values = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.host_group)
+        with self._between_hosts():
+            dist.all_gather_object(values, value, group=self.host_group)
         return values
 
     def agree(self) -> None:
@@ -165,17 +190,18 @@ class Comm:
         if self.digest == self.agreed:
             return
         digests = torch.empty(self.world_size, dtype=torch.int64)
-        self._all_gather(digests, torch.tensor([self.digest]), group=self.host_group)
+        with self._between_hosts():
+            self._all_gather(digests, torch.tensor([self.digest]), group=self.host_group)
         self.agreed = self.digest
         if digests.unique().numel() == 1:
             return
-        first, *others = self.host_gather([f"{call.kind} of {call.unit}" for call in self.calls])
+        first, *others = self.host_gather([call.line for call in self.calls])
         for rank, other in enumerate(others, start=1):
             for index in range(max(len(first), len(other))):
                 a, b = (calls[index] if index < len(calls) else "nothing" for calls in (first, other))
                 if a != b:
                     raise RuntimeError(
-                        f"ranks ran different modules: collective {index} of step {self.steps} is {a} on "
+                        f"ranks ran different modules: number {index + 1} of step {self.steps} is {a} on "
                         f"rank 0 but {b} on rank {rank}; every rank must run the same units in the same order"
                     )
         raise RuntimeError("ranks ran different modules in evaluation; every rank must run the same units in order")
@@ -183,7 +209,20 @@ class Comm:
     def end_step(self) -> None:
         """Close the ledger's page."""
         self.last_step, self.calls = self.calls, []
-        self.steps += 1
+        self.steps, self.number = self.steps + 1, 0
+        if self.whereabouts is not None:
+            self.whereabouts.begin_page(self.steps, self.number)
+
+    @contextlib.contextmanager
+    def _between_hosts(self) -> Iterator[None]:
+        """Within, ranks wait for each other's words."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "gloo" not in str(error):  # what could not be pickled, say
+                raise
+            where = f"a word between ranks, after number {self.number} of step {self.steps} on rank {self.rank},"
+            raise lost_rank(where, (self.steps, self.number), self.whereabouts, error) from error
 
     def _prepare_mean(self, buffer: torch.Tensor) -> dist.ReduceOp:
         if self.averages:
@@ -191,12 +230,17 @@ class Comm:
         buffer.mul_(1 / self.world_size)  # before the sum, as torch DDP does: sums cannot overflow
         return dist.ReduceOp.SUM
 
-    def _launched(self, kind: str, unit: str, buffer: torch.Tensor, work: dist.Work) -> Launched:
+    def _note(self, kind: str, unit: str, buffer: torch.Tensor) -> tuple[Call, Place, Whereabouts | None]:
+        """Write down what is about to be launched, for other ranks too: if sizes differ, gloo ends the process."""
         key = (kind, unit, buffer.numel(), buffer.element_size())
         if key not in self.seen:
             self.seen[key] = Call(*key), repr(key).encode()
         call, name = self.seen[key]
         if self.recording:
             self.calls.append(call)
+        self.number += 1
         self.digest = zlib.crc32(name, self.digest)
-        return Launched(work, call, (len(self.calls), self.steps, self.rank))
+        place = (self.steps, self.number)
+        if self.whereabouts is not None:
+            self.whereabouts.note(call.line, place)
+        return call, place, self.whereabouts

@@ -51,6 +51,8 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from zero_mini.whereabouts import LostRank
+
 START_S = 120.0  # for all ranks to start and to find each other
 GRACE_S = 2.0  # after the first failure, for the other ranks to say what they saw
 WHERE = b"where are you?"
@@ -256,6 +258,7 @@ def _root_cause_first(failures: list[_Failure], pending: list[int]) -> RankError
     parts += [f"rank {failure.rank} {failure.what}" for failure in others if not failure.is_victim]
     if victims := [failure.rank for failure in others if failure.is_victim]:
         parts.append(f"{_names(victims)} lost the connection in a collective")
+        parts += [f"rank {failure.rank} {failure.what}" for failure in others if LostRank.__name__ in failure.what]
     if pending:
         parts.append(f"{_names(pending)} had not finished yet")
     return RankError("\n\n".join(part for part in parts if part), alike[0].rank)

@@ -65,6 +65,7 @@ from zero_mini.launch import (
 from zero_mini.options import Options, parse
 from zero_mini.report import Folder, check_folder, cost_table, host_peak_bytes, load_weights, readable, sent_bytes
 from zero_mini.resume import Saving, go_on, what_must_not_change
+from zero_mini.whereabouts import LostRank
 
 VALIDATION_SEQUENCES = 64
 PROMPT_TOKENS = 16
@@ -374,6 +375,8 @@ def start_and_train(options: Options, job: Job, place: Place, store: dist.Store,
             raise Refusal(f"{why} (--lr {options.lr:g}, --precision {options.precision})") from error
         if isinstance(error, torch.OutOfMemoryError):
             raise OwnRefusal(f"rank {place.rank}: {why}; lower --micro-batch, or raise --stage") from error
+        if isinstance(error, LostRank):
+            raise OwnRefusal(first_line(error)) from error
         if isinstance(error, dist.DistError) or "gloo" in why:  # which has no exception of its own
             late = f"another rank has died, or is more than {options.time_out:g} s late"
             raise OwnRefusal(f"rank {place.rank}: {late} ({why})") from error

@@ -1,0 +1,100 @@
+"""Where is every rank? Each writes down what it launches, so that a collective that fails can say who is missing.
+
+The error of a failed collective tells what became of one connection. Whose fault that is, its victims cannot see:
+a rank may be late, may have died, or may have gone another way. So every rank keeps a page of its own in the
+key-value store by which ranks found each other, and adds a line before each launch:
+
+    rank 0   step 12: all_gather of root, all_gather of blocks.0, all_gather of blocks.1     waits in vain
+    rank 1   step 12: all_gather of root                                                     is late, or dead
+    rank 2   step 12: all_gather of root, all_gather of blocks.0, all_gather of blocks.2     went another way
+
+Whoever fails reads all pages, those of the dead too. A line is sent to the store and not waited for.
+
+Left out: NCCL, whose failures never come to `work.wait()`: torch's watchdog ends the process, and torch's flight
+recorder has such pages of its own.
+"""
+
+import contextlib
+import time
+
+import torch.distributed as dist
+
+LISTEN_S = 0.5  # after a failure, for the others to fail as well: who does not is late, dead, or far off in a ring
+LINES = 10_000  # a page; evaluation may go on for ever without a step
+
+Place = tuple[int, int]  # (step, number of the collective in it, from 1)
+
+
+class LostRank(RuntimeError):
+    """A collective that could not complete, because not every rank took part in it."""
+
+
+class Whereabouts:
+    """This rank's pages, the last two of them, and a look at those of all ranks.
+
+    store: shared by these ranks, under a name of their own. step: the one that begins.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int):
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.pages = 0
+        self.begin_page(step=0, number=0)
+
+    def note(self, line: str, place: Place) -> None:
+        """The collective at `place` is about to be launched."""
+        step, number = place
+        if number % LINES == 0:
+            self.begin_page(step, number - 1)
+        with contextlib.suppress(dist.DistError):  # the store may have died with its keeper: no collective's fault
+            self.store.append(f"page {self.rank} {self.pages % 2}", f"{line}\n")
+
+    def begin_page(self, step: int, number: int) -> None:
+        """What follows is of that step, after collective `number`."""
+        self.pages += 1
+        with contextlib.suppress(dist.DistError):
+            self.store.set(f"page {self.rank} {self.pages % 2}", f"{step} {number}\n")
+
+    def account(self, here: Place) -> str:
+        """This rank failed in the collective at `here`: who is missing, and where it was last."""
+        try:
+            self.store.set(f"failed {self.rank}", "")
+            others = [rank for rank in range(self.world_size) if rank != self.rank]
+            deadline = time.monotonic() + LISTEN_S
+            while (silent := [r for r in others if not self.has(f"failed {r}")]) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            return self.judge([self.read(rank) for rank in range(self.world_size)], here, silent)
+        except dist.DistError:
+            return "nobody knows of the other ranks: the key-value store is gone, and rank 0 with it if it kept it"
+
+    def judge(self, read: list[dict[Place, str]], here: Place, silent: list[int]) -> str:
+        """What the pages of all ranks show, of whom `silent` have not failed yet."""
+        for step, number in sorted(set().union(*read)):
+            lines = [(rank, page[step, number]) for rank, page in enumerate(read) if (step, number) in page]
+            first, one = lines[0]
+            for rank, other in lines[1:]:
+                if other != one:
+                    return (
+                        f"ranks ran different modules: number {number} of step {step} is {one} on rank {first} "
+                        f"but {other} on rank {rank}; every rank must run the same units in the same order"
+                    )
+        behind = [rank for rank, page in enumerate(read) if max(page, default=(0, 0)) < here]
+        told = []
+        # Who has failed as well is a victim too.
+        for rank in [rank for rank in silent if rank in behind] or silent or behind:
+            (step, number), line = max(read[rank].items(), default=((0, 0), "nothing"))
+            came = "did not come so far" if rank in behind else "came so far, and says nothing more"
+            told.append(f"rank {rank} {came}: the last it launched is {line}, number {number} of step {step}")
+        return "; ".join(told) or "every rank came so far, and every one lost a connection"
+
+    def read(self, rank: int) -> dict[Place, str]:
+        """{(step, number): line} of a rank's last two pages."""
+        found = {}
+        for key in (f"page {rank} 0", f"page {rank} 1"):
+            if self.has(key):
+                head, *lines = self.store.get(key).decode().splitlines()
+                step, number = map(int, head.split())
+                found |= {(step, number + index): line for index, line in enumerate(lines, start=1)}
+        return found
+
+    def has(self, key: str) -> bool:
+        return self.store.check([key])  # get() would wait for it
