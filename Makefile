@@ -1,4 +1,4 @@
-# make train, test, lint, course, student: each first puts what it needs into .venv, again when pyproject.toml changes.
+# make train, test, lint, course, student, slides: each first puts what it needs into .venv, again when pyproject.toml changes.
 #
 #     make train STAGE=3 N=4 ARGS="--steps 50"
 
@@ -7,7 +7,7 @@ STAGE ?= 2
 N ?= 2
 ARGS ?=
 
-.PHONY: train test lint course lessons student address
+.PHONY: train test lint course lessons student slides address
 .NOTPARALLEL:
 
 train: .venv/installed
@@ -28,6 +28,18 @@ student: .venv/installed-student
 	.venv/bin/jupyter nbconvert --to notebook --output-dir notebooks/student --ClearOutputPreprocessor.enabled=True \
 		--NotebookExporter.preprocessors=nbgrader.preprocessors.ClearSolutions \
 		--ClearSolutions.enforce_metadata=False notebooks/*.ipynb
+
+# HTML and PDF in slides/build; BROWSER=/path/to/chrome if it is not found. See slides/README.md.
+BROWSER ?=
+slides: .venv/installed-lessons slides/node_modules/.package-lock.json
+	.venv/bin/python slides/assemble.py
+	cd slides && node build.mjs $(if $(BROWSER),--browser $(BROWSER))
+	cd slides && node check.mjs $(if $(BROWSER),--browser $(BROWSER))
+
+slides/node_modules/.package-lock.json: slides/package-lock.json
+	@command -v npm > /dev/null || { echo "slides need Node.js 20 or newer, with npm: https://nodejs.org"; exit 1; }
+	cd slides && npm ci --no-audit --no-fund
+	touch $@
 
 lint: .venv/installed-lint
 	.venv/bin/ruff check .

@@ -1,6 +1,6 @@
 """Offload to a folder: master copy and optimizer states wait in files, and come into memory for their update.
 
-Source: ZeRO-Infinity, arXiv 2104.07857, section 5.2.2 (the optimizer's step, unit by unit) and 6.3 (a bounded buffer).
+Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3 (the offload engine: states on NVMe, in a bounded buffer).
 
     bytes a parameter   in files    24/N   = 2 (4 + 8): each unit has two generations
                         in memory    2/N   gradients, and 12 bytes for the parameters of three units: one comes in,

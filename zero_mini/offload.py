@@ -1,15 +1,17 @@
 """Offload: master copy and optimizer states in host memory, and the update on the CPU.
 
-Source: ZeRO-Offload, arXiv 2101.06840, section 4 (which tensors move, and when) and 5.1 (several GPUs).
+Source: ZeRO-Offload, arXiv 2101.06840, sections 3 (which tensors move) and 4 (when, and with several GPUs).
 
-    bytes a parameter    on the GPU                        in host memory        without it, on the GPU
-    stage 1              4       = 2 + 2 gradients         14/N = 12/N + 2/N     4 + 12/N
-    stage 2              2 + 2/N   at most two units' ..   14/N                  2 + 14/N
-    stage 3              2/N       .. gradients            14/N                  14/N
+    bytes a parameter    on the GPU    in host memory        without it, on the GPU
+    stage 1              2             14/N = 12/N + 2/N     4 + 12/N
+    stage 2              2             14/N                  2 + 14/N
+    stage 3              2/N           14/N                  14/N
     over PCIe, a step    2/N down (gradients), 2/N up (parameters): 16 bits each, whatever the optimizer keeps
 
+and gradients of at most three units on the GPU, also at stage 1. At the host, sums of micro-batches take 4/N more.
+
 What crosses is the least that can: the cut through the graph of a step at the edges of 2 bytes, which leaves all that
-grows with the tokens on the GPU and all that is done once a step on the CPU (the paper's figure 2).
+grows with the tokens on the GPU and all that is done once a step on the CPU (the paper's section 3.3).
 
 unlike the stage under it (1, 2 or 3):
   - own:         the master goes to the host; stage 3 keeps a 16-bit slice (S) on the GPU, from which gathers start
@@ -28,7 +30,7 @@ unlike the stage under it (1, 2 or 3):
 The arithmetic is that of the stage under it, gradient by gradient: on a CPU the results are the same to the bit. On
 a GPU they are those of torch's CPU optimizer in place of its CUDA one, whose last bits differ.
 
-Left out: updates that run beside the next forward (the paper's delayed parameter update, which changes results);
+Left out: updates that run beside the next forward (the paper's section 5.2, which changes results);
 several NUMA nodes.
 """
 

@@ -1,0 +1,165 @@
+"""The pictures of the decks, by name: zero_mini/plots/ on what was measured, without titles, in larger letters.
+
+A picture on a slide is read from the back of a room: its title is the slide's, its machine stands in the slide's
+footer, and its letters are larger where there is room. What is measured comes from zero_mini/measured/, or, where the
+same bytes come out on every machine, from a short run on two CPU ranks when the decks are built.
+
+Left out: pictures that only one deck's words could explain. zero_mini/plots/ draws everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import runs
+
+from zero_mini.course import recorded
+from zero_mini.plots import calculator, curves, exponents, gantt, loss_scales, moments, ownership, sent, states, steps
+from zero_mini.plots import speed as speeds
+from zero_mini.plots.palette import GRADIENTS
+from zero_mini.plots.wire_time import draw_wire_time
+from zero_mini.plots.wire_time import from_measured as wire_times
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SYSTEMS = ("zero-0", "zero-1", "zero-2", "zero-3", "ddp", "fsdp2", "deepspeed-3", "plain")  # of all that were measured
+
+
+@dataclass(frozen=True)
+class Picture:
+    """How it is drawn, and where what it shows is from: a record of zero_mini/measured/, or a file."""
+
+    draw: Callable[[], Figure]
+    source: str
+
+
+def bare(figure: Figure, larger: float = 1.0, notes: int = 2) -> Figure:
+    """The picture without title and note (its page's first `notes` texts), its letters so much larger."""
+    from matplotlib.text import Text
+
+    for text in figure.texts[:notes]:
+        text.set_text("")
+    for text in figure.findobj(Text):
+        text.set_fontsize(text.get_fontsize() * larger)
+    return figure
+
+
+def ring(kind: str) -> Figure:
+    return bare(steps.draw_steps(kind, 4), 1.15)
+
+
+def what_a_rank_sends() -> Figure:
+    """Dots: chunks counted in the steps of a ring."""
+    counted = {
+        kind: {N: sum(map(len, steps.ring_sends(kind, N))) / N / N for N in (2, 3, 4, 5, 6, 8)} for kind in sent.LINES
+    }
+    return bare(sent.draw_sent(counted), 1.3)
+
+
+def time_of_a_collective() -> Figure:
+    return bare(draw_wire_time(**wire_times(recorded("collectives"))), 1.2)
+
+
+def states_of(*stages: int) -> Figure:
+    """Bars of these stages, on one scale."""
+    shown = states.from_measured(recorded("memory"))
+    shown["held"] = {stage: shown["held"][stage] for stage in stages}
+    return bare(states.draw_states(**shown))
+
+
+def moments_of(*stages: int) -> Figure:
+    figure = bare(moments.draw_moments(**moments.from_measured(recorded("moments"), *stages)))
+    for axes in figure.axes:
+        for dot in [line for line in axes.lines if line.get_marker() == "o"]:
+            dot.set_zorder(5)
+        for text in axes.texts:
+            if text.get_text().strip().startswith("peak"):  # where the other's peak is a line through it
+                text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+    return figure
+
+
+def window(name: str) -> Figure:
+    return bare(gantt.draw_gantt(**gantt.from_measured(recorded(name), name)))
+
+
+def owners(*stages: int) -> Figure:
+    flat, held = runs.holdings_of((0, 1, 2, 3))
+    return bare(ownership.draw_ownership(flat, {stage: held[stage] for stage in stages}))
+
+
+def paper(stage: int) -> Figure:
+    return bare(calculator.draw_calculator("7.5B", N=64, stage=stage), 1.1)
+
+
+def losses() -> Figure:
+    return bare(curves.draw_curves(curves.from_measured(recorded("training"))), 1.3)
+
+
+def speed() -> Figure:
+    entry = recorded("speed")["works"]["1.5B"]
+    systems = {system: entry["systems"][system] for system in SYSTEMS}
+    figure = speeds.draw({"": entry | {"systems": systems}})
+    figure.suptitle("")
+    figure.axes[0].texts[-1].set_text("")  # its machine stands in the footer
+    return bare(figure, 1.1, notes=0)
+
+
+def exponents_of_gradients() -> Figure:
+    counts = runs.exponents_of_gradients()
+    return bare(exponents.draw_exponents(counts, shifts=(-8, 16), what="gradients of activations"), 1.2)
+
+
+def scale_over_time() -> Figure:
+    return bare(loss_scales.draw_loss_scales(*zip(*runs.loss_scales())), 1.1)
+
+
+def activations_kept_and_not() -> Figure:
+    return bare(moments.draw_moments(runs.stories_of_checkpointing()))
+
+
+def losses_of_a_bug(optimizer: str) -> Figure:
+    """The wrong curve in orange."""
+    figure = bare(curves.draw_curves(runs.losses_of_sums_for_means(optimizer)), 1.45)
+    upper, lower = figure.axes
+    lower.set_title("difference", loc="left", fontsize=upper._left_title.get_fontsize())
+    lower.ticklabel_format(axis="y", style="plain")
+    for axes in (upper, lower):
+        axes.lines[-1].set_color(GRADIENTS)
+        for text in axes.texts:
+            if "sum" in text.get_text():
+                text.set_color(GRADIENTS)
+    return figure
+
+
+RUN = "slides/runs.py: a small GPT on 2 CPU ranks"
+CALCULATED = "zero_mini/memory.py: the paper's formulas"
+FIGURES: dict[str, Picture] = {
+    "reduce-scatter": Picture(partial(ring, "reduce_scatter"), "zero_mini/plots/steps.py"),
+    "all-gather": Picture(partial(ring, "all_gather"), "zero_mini/plots/steps.py"),
+    "sent": Picture(what_a_rank_sends, "zero_mini/plots/steps.py: chunks counted"),
+    "wire-time": Picture(time_of_a_collective, "collectives"),
+    "states-0": Picture(partial(states_of, 0), "memory"),
+    "states-0-1": Picture(partial(states_of, 0, 1), "memory"),
+    "states-0-1-2": Picture(partial(states_of, 0, 1, 2), "memory"),
+    "states": Picture(partial(states_of, 0, 1, 2, 3), "memory"),
+    "moments-1-2": Picture(partial(moments_of, 1, 2), "moments"),
+    "moments-2-3": Picture(partial(moments_of, 2, 3), "moments"),
+    "gantt-0": Picture(partial(window, "gantt_0"), "gantt_0"),
+    "gantt-1": Picture(partial(window, "gantt_1"), "gantt_1"),
+    "gantt-3": Picture(partial(window, "gantt_3"), "gantt_3"),
+    "owners-0-1": Picture(partial(owners, 0, 1), RUN),
+    "owners-2-3": Picture(partial(owners, 2, 3), RUN),
+    "paper-2": Picture(partial(paper, 2), CALCULATED),
+    "paper-3": Picture(partial(paper, 3), CALCULATED),
+    "losses": Picture(losses, "training"),
+    "speed": Picture(speed, "speed/works/1.5B"),
+    "exponents": Picture(exponents_of_gradients, RUN),
+    "loss-scale": Picture(scale_over_time, RUN),
+    "checkpointing": Picture(activations_kept_and_not, RUN),
+    "bug-adamw": Picture(partial(losses_of_a_bug, "AdamW"), RUN),
+    "bug-sgd": Picture(partial(losses_of_a_bug, "SGD"), RUN),
+}

@@ -1,0 +1,171 @@
+"""Short runs on two CPU ranks, for pictures and messages that come out of them the same everywhere.
+
+Each function runs once in a build. What takes a GPU is recorded in zero_mini/measured/ instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from zero_mini.activations import checkpoint_blocks
+from zero_mini.comm import Comm
+from zero_mini.gpt import GPT, GPTConfig
+from zero_mini.loss_scale import LossScaler
+from zero_mini.ranks import run
+from zero_mini.zeroify import zeroify
+
+if TYPE_CHECKING:
+    from zero_mini.plots.holdings import Holding, Layout
+    from zero_mini.plots.moments import Story
+
+CONFIG = GPTConfig(L=4, d=64, heads=4, T=32)
+N = 2
+
+
+def model_and_batch(config: GPTConfig = CONFIG, batch: int = 4) -> tuple[GPT, torch.Tensor, torch.Tensor]:
+    """The same model everywhere, other tokens on each rank: inputs and targets, each (batch, T)."""
+    torch.manual_seed(0)
+    model = GPT(config)
+    torch.manual_seed(1 + dist.get_rank())
+    tokens = torch.randint(256, (batch, config.T + 1))
+    return model, tokens[:, :-1], tokens[:, 1:]
+
+
+# --- bytes ------------------------------------------------------------------------------------
+
+
+@cache
+def holdings_of(stages: tuple[int, ...]) -> tuple[Layout, dict[int, list[Holding]]]:
+    """The layout of block 0, and stage -> what both ranks hold of it after a backward in bf16."""
+    from zero_mini.plots.holdings import holdings, layout
+
+    def one(stage: int):
+        model, inputs, targets = model_and_batch()
+        optimizer = torch.optim.AdamW(model.parameters())
+        zero = zeroify(model, optimizer, stage=stage, dtype=torch.bfloat16)
+        for step in (optimizer.step, lambda: None):  # a step makes Adam's states; then look after a backward
+            optimizer.zero_grad()
+            model(inputs, targets).backward()
+            step()
+        for unit in zero.units:
+            zero.finish(unit)
+        return layout(zero.units[1]), holdings(zero, zero.units[1])
+
+    found = run(lambda: [one(stage) for stage in stages], N)
+    flat = found[0][0][0]
+    return flat, {stage: [held for rank in found for held in rank[at][1]] for at, stage in enumerate(stages)}
+
+
+@cache
+def stories_of_checkpointing() -> dict[str, Story]:
+    """A step of stage 3 with all activations kept, and with every block's computed again."""
+    from zero_mini.plots.moments import last_step
+    from zero_mini.recorder import Recorder
+
+    def record(every: int) -> Story:
+        with Recorder(device="cpu") as recorder:
+            model, inputs, targets = model_and_batch(GPTConfig(L=8, d=64, heads=4, T=64), batch=8)
+            if every:
+                checkpoint_blocks(model, every)
+            optimizer = torch.optim.AdamW(model.parameters())
+            recorder.follow(zeroify(model, optimizer, stage=3))
+            for _ in range(2):
+                recorder.mark("forward")
+                loss = model(inputs, targets)
+                recorder.mark("backward")
+                loss.backward()
+                del loss
+                recorder.mark("step")
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.mark("end")
+        return last_step(recorder).thinned()
+
+    kept, again = run(lambda: [record(0), record(1)], N)[0]
+    return {"all kept": kept, "every block again": again}
+
+
+# --- precision --------------------------------------------------------------------------------
+
+
+@cache
+def exponents_of_gradients() -> dict[int, int]:
+    """Of the gradients of all blocks' outputs, for a batch of 4096 tokens, on one process."""
+    from zero_mini.plots.exponents import exponents
+
+    torch.manual_seed(0)
+    model, tokens, seen = GPT(CONFIG), torch.randint(256, (128, CONFIG.T + 1)), []
+    for block in model.blocks:
+        block.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append(grad_out[0]))
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    return exponents(seen)
+
+
+@cache
+def loss_scales() -> list[tuple[float, bool]]:
+    """(scale, was the step taken?) of 30 steps in fp16 that begin with a scale of 2^24, far too large."""
+
+    def train():
+        model, inputs, targets = model_and_batch()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scaler = LossScaler(2.0**24, growth_interval=6)
+        zero = zeroify(model, optimizer, stage=2, dtype=torch.float16, scaler=scaler)
+        seen = []
+        for _ in range(30):
+            scale = zero.scaler.scale
+            zero.scale(model(inputs, targets)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append((scale, zero.stepped))
+        return seen
+
+    return run(train, N)[0]
+
+
+# --- bugs -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def sums_for_means() -> Iterator[None]:
+    """A bug that is easily made: nobody divides by N."""
+    right = Comm._prepare_mean
+    Comm._prepare_mean = lambda self, buffer: dist.ReduceOp.SUM
+    try:
+        yield
+    finally:
+        Comm._prepare_mean = right
+
+
+@cache
+def losses_of_sums_for_means(optimizer: str) -> dict[str, list[float]]:
+    """Losses of 40 steps at stage 2, right and with gradients summed over ranks: "AdamW", or "SGD" with momentum."""
+
+    def losses() -> list[float]:
+        model, inputs, targets = model_and_batch()
+        if optimizer == "AdamW":
+            built = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        else:
+            built = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        zeroify(model, built, stage=2)
+        seen = []
+        for _ in range(40):
+            loss = model(inputs, targets)
+            loss.backward()
+            built.step()
+            built.zero_grad()
+            seen.append(loss.item())
+        return seen
+
+    def both():
+        right = losses()
+        with sums_for_means():
+            return right, losses()
+
+    right, wrong = run(both, N)[0]
+    return {"mean over ranks": right, "sum over ranks": wrong}
