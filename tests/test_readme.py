@@ -75,3 +75,15 @@ def test_every_fault_has_a_row():
     rows = {row["what"] for row in tables.recorded("faults")}
     assert {f"kill -9 in {moment}" for moment in test_faults.MOMENTS} <= rows
     assert {f"a rank {what}" for what in test_faults.WAYS} <= rows
+
+
+def test_the_readmes_offload_is_that_of_the_recorded_runs():
+    readme, work = (ROOT / "README.md").read_text(), recorded("speed")["works"]["1.5B offload"]
+    rows = [
+        f"| {name} | {work['scores'][name]['ms']:.0f} | {row['peak_bytes'] / 2**30:.1f} |"
+        for name, row in work["systems"].items()
+    ]
+    assert "\n".join(rows) in readme
+    rows = recorded("offload")["offload"]["rows"]
+    none, host = (rows[place][0]["peak_bytes"] / 1e9 for place in ("none", "host"))
+    assert f"falls from {none:.1f} to {host:.1f} GB" in readme

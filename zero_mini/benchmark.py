@@ -15,10 +15,27 @@ than its limit, becomes a row with the reason. A system that does not train as t
 DIR/speed.json keeps every number, with machine and rates for each work; another invocation replaces what it measures
 again (all of a work's rows, if the machine is another) and keeps the rest. DIR/speed.png is drawn from it.
 
-Where the time goes (1.5B, batch 8, 2 x H100, torch 2.11): stage 3 takes 195 ms, forward and backward alone 177. In a
-profile of one step the difference is: update 7, casts into the slots and gradients into flat buffers 6, matrix
-products and attention that shared the GPU with a collective 3 and 2, wire that nothing hid 2. At stage 0, which takes
-198: update 15, copies 3, matrix products 6, attention 2, wire 1.
+Where the time goes, from the profiled step of each row (its "timeline" in speed.json), ms. Of the time over "plain",
+forward and backward alone: the update, copies (casts into slots, gradients into flat buffers), products and attention
+that shared the GPU with a collective, wire that nothing hid, and the GPU waiting for its host.
+
+    work, system              step   plain   update   copies   products   attention   wire   idle   host
+    -----------------------   ----   -----   ------   ------   --------   ---------   ----   ----   ----
+    1.5B, zero-0               198     177       15        3          6           2      1      4    118
+    1.5B, zero-1               191     177        8        3         15           1      5      4    125
+    1.5B, zero-2               192     177        7        3          4           2      6      5    155
+    1.5B, zero-3               195     177        7        6          3           2      2      4    139
+    350M batch 8, zero-0        51      47        2        1          0           0      2     17     53
+    350M batch 8, zero-3        59      47        1        1          9           0     15      4     68
+    1.5B checkpointed, zero-3  416     401        5        5         -1          -1      4     35    330
+    1.5B compiled, zero-1      180     167        6        2         12           0      5      6    141
+    1.5B compiled, zero-3      183     167        5        6          2          -0      6     35    152
+
+(1.5B on 2 x H100, the others on 2 x H200. "host": the time of a step with next to nothing to multiply.)
+
+So a stage that is behind a goal of 0.93 of plain pays the update, which is a part of training, and the copies; 350M at
+batch 8 ends where the host does: at stage 3 it launches a step in 68 ms, and what it is waited for comes and goes. With
+checkpointing plain itself is 401 ms, 1.06 x faster than FSDP2's 425, so 1.05 x leaves 1 % for update, copies and wire.
 
 What was tried, on that work unless another is named (ms a step; before -> after within one run on one machine)
 
@@ -56,8 +73,14 @@ otherwise. In one run on 2 x H200 stage 3 took 185.9 ms (DDP 219.2, forward and 
 
 Small blocks are another matter: with 350M parameters and batch 8 a GPU finishes before its host has launched the next
 block's kernels (zero-3 is 17 % behind zero-0 there, level with it at batch 32). There, and for FSDP2 and DeepSpeed most
-of all, rows follow the host's speed. CUDA graphs would help such works, and only such; they were not tried, since all
-of a step's hooks and collectives would have to be captured.
+of all, rows follow the host's speed. CUDA graphs would help such works, and only such: forward and backward alone, as
+one captured graph on one H100, take 49.4 ms in place of 50.1 (350M, batch 8), 23.5 of 24.0 (124M), 176.5 of 177.8
+(1.5B). That is the most they could bring where a host is this fast, so a step's hooks and collectives were not captured.
+
+With the optimizer in host memory (--work "1.5B offload", one H100, 16 cores) a step is the CPU's update. What was tried
+there, ms of the update: the optimizer's own step over whole units about 900 (each fp32 gradient is new memory then, whose
+pages the system has to give); in parts of 2^20, 2^21, 2^22, 2^23, 2^25 elements, with one buffer for the gradient of a
+part, 699, 635, 573, 552, 591. 2^23 is kept.
 
 Left out: several hosts; tuning of the peers beyond what their documentation says.
 """
