@@ -34,7 +34,7 @@ that shared the GPU with a collective, wire that nothing hid, and the GPU waitin
 (1.5B on 2 x H100, the others on 2 x H200. "host": the time of a step with next to nothing to multiply.)
 
 So a stage that is behind a goal of 0.93 of plain pays the update, which is a part of training, and the copies; 350M at
-batch 8 ends where the host does: at stage 3 it launches a step in 68 ms, and what it is waited for comes and goes. With
+batch 8 ends where the host does: at stage 3 it launches a step in 68 ms, which is longer than what the GPU computes. With
 checkpointing plain itself is 401 ms, 1.06 x faster than FSDP2's 425, so 1.05 x leaves 1 % for update, copies and wire.
 
 What was tried, on that work unless another is named (ms a step; before -> after within one run on one machine)
@@ -75,12 +75,12 @@ Small blocks are another matter: with 350M parameters and batch 8 a GPU finishes
 block's kernels (zero-3 is 17 % behind zero-0 there, level with it at batch 32). There, and for FSDP2 and DeepSpeed most
 of all, rows follow the host's speed. CUDA graphs would help such works, and only such: forward and backward alone, as
 one captured graph on one H100, take 49.4 ms in place of 50.1 (350M, batch 8), 23.5 of 24.0 (124M), 176.5 of 177.8
-(1.5B). That is the most they could bring where a host is this fast, so a step's hooks and collectives were not captured.
+(1.5B). That is the most they could bring where a host is this fast, so hooks and collectives were not captured.
 
 With the optimizer in host memory (--work "1.5B offload", one H100, 16 cores) a step is the CPU's update. What was tried
-there, ms of the update: the optimizer's own step over whole units about 900 (each fp32 gradient is new memory then, whose
-pages the system has to give); in parts of 2^20, 2^21, 2^22, 2^23, 2^25 elements, with one buffer for the gradient of a
-part, 699, 635, 573, 552, 591. 2^23 is kept.
+there, ms of the update: the optimizer's own step over whole units about 900 (each fp32 gradient is new memory then,
+whose pages the system has to give); in parts of 2^20, 2^21, 2^22, 2^23, 2^25 elements, with one buffer for the gradient
+of a part, 699, 635, 573, 552, 591. 2^23 is kept.
 
 Left out: several hosts; tuning of the peers beyond what their documentation says.
 """
