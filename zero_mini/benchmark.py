@@ -34,7 +34,7 @@ that shared the GPU with a collective, wire that nothing hid, and the GPU waitin
 (1.5B on 2 x H100, the others on 2 x H200. "host": the time of a step with next to nothing to multiply.)
 
 So a stage that is behind a goal of 0.93 of plain pays the update, which is a part of training, and the copies; 350M at
-batch 8 ends where the host does: at stage 3 it launches a step in 68 ms, which is longer than what the GPU computes. With
+batch 8 ends where the host does: at stage 3 it launches a step in 68 ms, longer than what the GPU computes. With
 checkpointing plain itself is 401 ms, 1.06 x faster than FSDP2's 425, so 1.05 x leaves 1 % for update, copies and wire.
 
 What was tried, on that work unless another is named (ms a step; before -> after within one run on one machine)
