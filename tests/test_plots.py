@@ -454,6 +454,14 @@ def test_a_dot_lies_at_its_bytes_and_its_time():
     assert {"all kept", "every block", "stage 0"} <= set(texts(figure))
 
 
+def test_a_dot_s_name_stands_to_its_left_where_another_dot_is_in_the_way():
+    given = {"here": [(20e9, 900.0, "in the way"), (24e9, 905.0, "free"), (40e9, 100.0, "far")]}
+    figure = tradeoff.draw_tradeoff(given, "Time and memory")
+    check_layout(figure)
+    sides = {text.get_text(): text.get_ha() for text in figure.axes[0].texts}
+    assert sides == {"in the way": "right", "free": "left", "far": "left"}
+
+
 def test_a_bug_s_losses_lie_over_the_healthy_ones_and_their_difference_on_the_strip():
     healthy, other, odd = [3.0, 2.0, 1.0], [3.5, 2.0, 1.25], "gradients are sums, not means"
     given = {"1 · loud": (healthy, [3.0, 4.0, 5.0]), "2 · silent": (healthy, healthy), f"3 · {odd}": (other, healthy)}

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zero_mini.plots.frame import page, panel, scale, words
+from zero_mini.plots.frame import LETTER_IN, page, panel, scale, words
 from zero_mini.plots.palette import ACTIVATIONS, COMMUNICATION, INK, tint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = (INK, ACTIVATIONS, COMMUNICATION, tint(ACTIVATIONS, 0.5))
+ACROSS_IN, DOWN_IN = 6.0, 2.6
 MARKS = ("o", "s", "^", "D")
 
 
@@ -29,15 +30,28 @@ def draw_tradeoff(
     figure = page(4.1, title, note)
     kinds = dict(zip(dots, COLOURS))
     words(figure, 0.1, 0.6, kinds)
-    axes = panel(figure, 0.6, 0.95, 6.0, 2.6)
+    axes = panel(figure, 0.6, 0.95, ACROSS_IN, DOWN_IN)
     scale(axes, "bottom", of)
     scale(axes, "left", "ms a step")
+    everything = [(nbytes / 1e9, ms) for points in dots.values() for nbytes, ms, _ in points]
+    right, top = 1.12 * max(x for x, _ in everything), 1.15 * max(y for _, y in everything)
     for (kind, points), mark in zip(dots.items(), MARKS):
         places = [(nbytes / 1e9, ms) for nbytes, ms, _ in points]
         axes.scatter(*zip(*places), color=kinds[kind], marker=mark, s=34, edgecolors="white", zorder=2)
         for (x, y), (_, _, text) in zip(places, points):
             if text:
-                axes.annotate(text, (x, y), xytext=(5, 3), textcoords="offset points", fontsize=7.5, color=INK)
-    axes.set_xlim(0, 1.12 * max(nbytes for points in dots.values() for nbytes, _, _ in points) / 1e9)
-    axes.set_ylim(0, 1.15 * max(ms for points in dots.values() for _, ms, _ in points))
+                inches = [((u - x) / right * ACROSS_IN, (v - y) / top * DOWN_IN) for u, v in everything]
+                aside = {"xytext": (-5, 3), "ha": "right"} if is_met(text, inches) else {"xytext": (5, 3)}
+                axes.annotate(text, (x, y), textcoords="offset points", fontsize=7.5, color=INK, **aside)
+    axes.set(xlim=(0, right), ylim=(0, top))
     return figure
+
+
+def is_met(text: str, others: list[tuple[float, float]]) -> bool:
+    """Does a dot lie where the text would stand, to the right of its own dot? others: inches from there.
+
+    >>> is_met("stage 0", [(0, 0), (0.3, 0.05)]), is_met("stage 0", [(0, 0), (0.3, 0.4), (1.3, 0)])
+    (True, False)
+    """
+    reach = 0.15 + 7.5 * LETTER_IN * len(text)
+    return any(0 < right < reach and -0.06 < up < 0.2 for right, up in others)
