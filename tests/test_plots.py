@@ -175,7 +175,7 @@ def test_the_bars_are_as_long_as_what_was_measured_and_as_the_papers_formula():
         for row in (held, model_state_bytes(given["psi"], 2, stage)):
             expected += [nbytes for category, nbytes in row.items() if nbytes]
     assert bars == expected
-    assert {" 1,992 MB", " 979 MB", "  paper 996", "communication", "747"} <= set(texts(figure))
+    assert {" 1,992 MB", " 979 MB", "  paper 996", "747"} <= set(texts(figure))
 
 
 # --- moments and ownership, from a run ------------------------------------------------------------
@@ -446,11 +446,12 @@ def test_the_scale_is_drawn_step_by_step_with_its_skipped_steps():
 
 def test_a_dot_lies_at_its_bytes_and_its_time():
     dots = {"all kept": [(44e9, 198.0, "stage 0"), (35e9, 191.0, "")], "every block": [(20e9, 240.0, "stage 0")]}
-    figure = tradeoff.draw_tradeoff(dots, "Time and memory", "invented")
+    figure = tradeoff.draw_tradeoff(dots, "Time and memory", "invented", law=[(43e9, 198.0), (21e9, 240.0)])
     check_layout(figure)
     (axes,) = figure.axes
     drawn = [[tuple(place) for place in points.get_offsets().tolist()] for points in axes.collections]
     assert drawn == [[(44.0, 198.0), (35.0, 191.0)], [(20.0, 240.0)]]
+    assert [tuple(map(float, line.get_xydata()[0])) for line in axes.lines] == [(43.0, 198.0), (21.0, 240.0)]
     assert {"all kept", "every block", "stage 0"} <= set(texts(figure))
 
 

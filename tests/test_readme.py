@@ -87,3 +87,16 @@ def test_the_readmes_offload_is_that_of_the_recorded_runs():
     rows = recorded("offload")["offload"]["rows"]
     none, host = (rows[place][0]["peak_bytes"] / 1e9 for place in ("none", "host"))
     assert f"falls from {none:.1f} to {host:.1f} GB" in readme
+
+
+def test_the_readmes_bytes_of_activations_are_those_of_the_recorded_run():
+    readme, record = " ".join((ROOT / "README.md").read_text().split()), recorded("activations")
+    run, card = record["activations"], record["machine"]["card"].removeprefix("NVIDIA ")
+    assert record["machine"]["cards"] == 1 and {row["stage"] for row in run["rows"]} == {0}
+    rows = {row["setting"]: row for row in run["rows"]}
+    all_kept, again, host = (rows[name] for name in ("all kept", "every block", "every block, on the host"))
+    kept = [f"{row['kept_bytes'] / 1e9:.2f} GB" for row in (all_kept, again, host)]
+    ms = [f"{row['step_ms']:.0f}" for row in (all_kept, again, host)]
+    assert f"({run['model']}, batch {run['batch']}, stage 0, one {card}: forward leaves" in readme
+    assert f"forward leaves {kept[0]}, {kept[1]} and {kept[2]} for backward" in readme
+    assert f"a step takes {ms[0]}, {ms[1]} and {ms[2]} ms" in readme

@@ -80,10 +80,20 @@ def draw_states(
         axes.text(right, row + 0.21, total, va="center", fontsize=9.5, color=INK, fontweight="bold")
         end, sums = sum(paper[stage].values()), three_digits(sum(paper[stage].values()) / size)
         axes.text(end, row + 0.51, f"  paper {sums}", va="center", fontsize=8, color=FAINT)
-        new = [(c, start + n / 2) for c, start, n in segments(held[stage]) if n > longest / 100 and c not in named]
-        name(axes, row, new, longest)
-        named.update(category for category, _ in new)
+        above = []
+        for category, start, nbytes in segments(held[stage]):
+            number = three_digits(nbytes / size)
+            said = [category] * (category not in named) + [number] * (not inside(number, nbytes, longest))
+            if said and nbytes > longest / 100:
+                above.append((category, start + nbytes / 2, " ".join(said)))
+        write_above(axes, row, above, longest)
+        named.update(category for category, _, _ in above)
     return figure
+
+
+def inside(number: str, nbytes: float, longest: float) -> bool:
+    """Is there room for it in a segment of so many bytes?"""
+    return nbytes / longest * WIDTH_IN > (len(number) + 0.5) * LETTER_IN * 8
 
 
 def bar(axes: Axes, y: float, height: float, held: dict[str, float], size: float, share: float) -> None:
@@ -92,12 +102,12 @@ def bar(axes: Axes, y: float, height: float, held: dict[str, float], size: float
         colour = tint(CATEGORY[category], share)
         axes.barh(y, nbytes, height, left=start, color=colour, edgecolor="white", linewidth=0.6)
         text = three_digits(nbytes / size)
-        if share == 1 and nbytes / axes.get_xlim()[1] * WIDTH_IN > (len(text) + 0.5) * LETTER_IN * 8:
+        if share == 1 and inside(text, nbytes, axes.get_xlim()[1]):
             axes.text(start + nbytes / 2, y, text, ha="center", va="center", fontsize=8, color="white")
 
 
-def name(axes: Axes, row: int, new: list[tuple[str, float]], longest: float) -> None:
-    """The categories that come for the first time, above their segments."""
-    for (category, _), place in zip(new, spread([middle for _, middle in new], 0.78 / WIDTH_IN * longest)):
+def write_above(axes: Axes, row: int, texts: list[tuple[str, float, str]], longest: float) -> None:
+    """Above their segments: categories that come for the first time, and numbers that are too long to be inside."""
+    for (category, _, text), place in zip(texts, spread([middle for _, middle, _ in texts], 0.78 / WIDTH_IN * longest)):
         style = dict(ha="center", va="bottom", fontsize=8, fontweight="bold", color=CATEGORY[category])
-        axes.text(place, row, category, **style)
+        axes.text(place, row, text, **style)

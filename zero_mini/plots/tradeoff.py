@@ -10,10 +10,11 @@ Left out: which dots a machine with other ratios of compute to memory would pref
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zero_mini.plots.frame import LETTER_IN, page, panel, scale, words
-from zero_mini.plots.palette import ACTIVATIONS, COMMUNICATION, INK, tint
+from zero_mini.plots.palette import ACTIVATIONS, COMMUNICATION, FAINT, INK, tint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,9 +25,16 @@ MARKS = ("o", "s", "^", "D")
 
 
 def draw_tradeoff(
-    dots: dict[str, list[tuple[float, float, str]]], title: str, note: str = "", of: str = "peak, GB (1e9 bytes)"
+    dots: dict[str, list[tuple[float, float, str]]],
+    title: str,
+    note: str = "",
+    of: str = "peak, GB (1e9 bytes)",
+    law: Sequence[tuple[float, float]] = (),
 ) -> Figure:
-    """dots: a kind (its colour and mark) -> (bytes, milliseconds, what stands beside the dot)."""
+    """dots: a kind (its colour and mark) -> (bytes, milliseconds, what stands beside the dot).
+
+    law: (bytes that a formula expects, milliseconds of the dot that it expects there), each a short upright line.
+    """
     figure = page(4.1, title, note)
     kinds = dict(zip(dots, COLOURS))
     words(figure, 0.1, 0.6, kinds)
@@ -35,6 +43,8 @@ def draw_tradeoff(
     scale(axes, "left", "ms a step")
     everything = [(nbytes / 1e9, ms) for points in dots.values() for nbytes, ms, _ in points]
     right, top = 1.12 * max(x for x, _ in everything), 1.15 * max(y for _, y in everything)
+    for nbytes, ms in law:
+        axes.plot([nbytes / 1e9], [ms], marker="|", markersize=22, color=FAINT, zorder=1)
     for (kind, points), mark in zip(dots.items(), MARKS):
         places = [(nbytes / 1e9, ms) for nbytes, ms, _ in points]
         axes.scatter(*zip(*places), color=kinds[kind], marker=mark, s=34, edgecolors="white", zorder=2)
