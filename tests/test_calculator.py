@@ -147,8 +147,9 @@ def test_what_was_found_is_what_the_records_hold():
     stages = memory["memory"]["stages"]
     assert found_124M[machine, BACKWARD] == {int(s): sum(row["held_bytes"].values()) for s, row in stages.items()}
     for entry in speed["works"].values():
-        where = f"2 x {entry['machine']['card']}", BETWEEN
-        held = found(memory, speed, entry["work"]["psi"], 2, "bf16")[where]
+        N = entry["machine"]["cards"]
+        where = f"{N} x {entry['machine']['card']}", BETWEEN
+        held = found(memory, speed, entry["work"]["psi"], N, "bf16")[where]
         ours = {stage: entry["systems"].get(f"zero-{stage}", {}).get("state_bytes") for stage in STAGES}
         assert all(held[stage] == nbytes for stage, nbytes in ours.items() if nbytes)
 
