@@ -117,6 +117,7 @@ def test_a_student_s_copy_runs_up_to_its_first_stub_and_each_stub_fails_its_chec
     client = nbclient.NotebookClient(copied, timeout=120, allow_errors=True, resources={"metadata": {"path": tmp_path}})
     client.execute()
     failed = [cell for cell in code_cells(copied) for out in cell.outputs if out.output_type == "error"]
-    assert failed == tagged(copied, "check")
+    said = [f"{out.ename}: {out.evalue}" for cell in failed for out in cell.outputs if out.output_type == "error"]
+    assert failed == tagged(copied, "check"), "\n".join(said)
     for cell in failed:
         assert "NotImplementedError" in str(cell.outputs)
