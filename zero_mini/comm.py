@@ -225,9 +225,11 @@ class Comm:
             raise lost_rank(where, (self.steps, self.number), self.whereabouts, error) from error
 
     def _prepare_mean(self, buffer: torch.Tensor) -> dist.ReduceOp:
-        if self.averages:
+        if self.averages and buffer.dtype != torch.float16:
             return dist.ReduceOp.AVG
-        buffer.mul_(1 / self.world_size)  # before the sum, as torch DDP does: sums cannot overflow
+        # Before the sum, as torch DDP does: sums cannot overflow. NCCL multiplies and adds with one rounding, which
+        # among fp16's smallest numbers, where halving has to round, is another one.
+        buffer.mul_(1 / self.world_size)
         return dist.ReduceOp.SUM
 
     def _note(self, kind: str, unit: str, buffer: torch.Tensor) -> tuple[Call, Place, Whereabouts | None]:
