@@ -29,6 +29,7 @@ from zero_mini.plots import (
 from zero_mini.plots.gantt import Span
 from zero_mini.plots.holdings import Holding, Layout, holdings, layout
 from zero_mini.plots.moments import Story
+from zero_mini.plots.palette import STAGE
 from zero_mini.recorder import Recorder
 from zero_mini.timeline import Kernel, length
 from zero_mini.zeroify import zeroify
@@ -453,6 +454,21 @@ def test_a_dot_lies_at_its_bytes_and_its_time():
     assert drawn == [[(44.0, 198.0), (35.0, 191.0)], [(20.0, 240.0)]]
     assert [tuple(map(float, line.get_xydata()[0])) for line in axes.lines] == [(43.0, 198.0), (21.0, 240.0)]
     assert {"all kept", "every block", "stage 0"} <= set(texts(figure))
+
+
+def test_each_way_to_train_has_its_mark_each_stage_its_colour_and_the_second_of_a_pair_is_hollow():
+    from matplotlib.colors import to_hex
+
+    ways = {"all kept": {0: [(47e9, 193.0), (43e9, 198.0)], 3: [(35e9, 234.0)]}, "every block": {0: [(28e9, 299.0)]}}
+    figure = tradeoff.draw_ways(ways, "Time and memory", "invented")
+    check_layout(figure)
+    (axes,) = figure.axes
+    dots = [points for points in axes.collections if len(points.get_offsets())]
+    assert [tuple(points.get_offsets()[0].tolist()) for points in dots] == [(47, 193), (43, 198), (35, 234), (28, 299)]
+    assert [to_hex(points.get_edgecolor()[0]) for points in dots] == [STAGE[stage] for stage in (0, 0, 3, 0)]
+    assert [to_hex(points.get_facecolor()[0]) == "#ffffff" for points in dots] == [False, True, False, False]
+    assert {"stage 0", "stage 3"} <= set(texts(figure))
+    assert [entry.get_text() for entry in axes.get_legend().get_texts()] == list(ways)
 
 
 def test_a_dot_s_name_stands_to_its_left_where_another_dot_is_in_the_way():

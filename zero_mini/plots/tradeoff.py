@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zero_mini.plots.frame import LETTER_IN, page, panel, scale, words
-from zero_mini.plots.palette import ACTIVATIONS, COMMUNICATION, FAINT, INK, tint
+from zero_mini.plots.palette import ACTIVATIONS, COMMUNICATION, FAINT, INK, STAGE, tint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,6 +54,26 @@ def draw_tradeoff(
                 aside = {"xytext": (-5, 3), "ha": "right"} if is_met(text, inches) else {"xytext": (5, 3)}
                 axes.annotate(text, (x, y), textcoords="offset points", fontsize=7.5, color=INK, **aside)
     axes.set(xlim=(0, right), ylim=(0, top))
+    return figure
+
+
+def draw_ways(ways: dict[str, dict[int, list[tuple[float, float]]]], title: str, note: str = "") -> Figure:
+    """ways: a way to train (its mark) -> stage (its colour) -> (peak bytes, milliseconds), the second one hollow."""
+    figure = page(4.1, title, note)
+    stages = sorted({stage for points in ways.values() for stage in points})
+    words(figure, 0.1, 0.6, {f"stage {stage}": STAGE[stage] for stage in stages})
+    axes = panel(figure, 0.6, 0.95, ACROSS_IN, DOWN_IN)
+    scale(axes, "bottom", "peak, GB (1e9 bytes)")
+    scale(axes, "left", "ms a step")
+    for (way, points), mark in zip(ways.items(), MARKS):
+        axes.scatter([], [], color=FAINT, marker=mark, s=34, label=way)
+        for stage, pair in points.items():
+            for (nbytes, ms), inside in zip(pair, (STAGE[stage], "white")):
+                look = {"marker": mark, "s": 34, "edgecolors": STAGE[stage], "facecolors": inside}
+                axes.scatter(nbytes / 1e9, ms, linewidths=1.2, zorder=2, **look)
+    axes.legend(loc="lower left", frameon=False, fontsize=7.5)
+    everything = [point for points in ways.values() for pair in points.values() for point in pair]
+    axes.set(xlim=(0, 1.12e-9 * max(x for x, _ in everything)), ylim=(0, 1.15 * max(y for _, y in everything)))
     return figure
 
 
