@@ -40,7 +40,7 @@ WORDS = 15  # of notes, at least
 SMALLEST_PX = 17  # letters of a picture, on a slide 1280 pixels wide
 CODE_PX = (24, 22, 20, 18)  # sizes of code, of which theme.css has a class each
 CODE_WIDTH_PX, LETTER = 1136, 0.6  # of a line; of a letter of Source Code Pro, for each pixel of its size
-UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "billion": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 FENCE = re.compile(r"^```(?P<language>\w+) +(?P<what>[^\n]+)\n(?P<body>.*?)^```$", re.M | re.S)
 NUMBER = re.compile(r"\{\{(?P<path>[^{}:]+):(?P<form>[^{}]+)\}\}")
 FIGURE = re.compile(r"!\[(?P<alt>[^\]]*)\]\(figure:(?P<name>[\w-]+)\)")
@@ -209,7 +209,7 @@ def number(path: str, form: str) -> tuple[str, str]:
     """A measured number in words, and its source.
 
     >>> number("memory/memory/stages/0/peak_bytes", "GB")[0], number("parity/parity", "count")[0]
-    ('2.26 GB', '56')
+    ('2.26 GB', '60')
     """
     name, *keys = path.split("/")
     try:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zero_mini.activations import checkpoint_blocks
-from zero_mini.gpt import GPT, GPTConfig, init_weight, parameter_count
+from zero_mini.gpt import GPT, PRESETS, GPTConfig, init_weight, parameter_count
 from zero_mini.offload import Link
 from zero_mini.ranks import Ranks
 from zero_mini.report import host_peak_bytes
@@ -185,7 +185,7 @@ def available_bytes() -> int:
 
 
 def test_time_against_memory_of_1_5B(record, tmp_path):
-    config = GPTConfig(L=48, d=1600, heads=25, T=1024)
+    config = PRESETS["1.5B"]
     rows = {}
     for place in (None, "host", str(tmp_path)):
         with Ranks(1, backend="nccl", timeout_s=400) as alone:
@@ -196,11 +196,16 @@ def test_time_against_memory_of_1_5B(record, tmp_path):
             rates = alone.run(link_rates)[0]
         record("offload", {"rates": rates, "rows": rows}, cards=1)
     print(rows, rates)
-    assert rows["host"][0]["peak_bytes"] < rows["none"][0]["peak_bytes"] - 11 * parameter_count(config)
+    # 12 bytes a parameter leave the GPU, and a copy in bf16 comes, from which blocks are gathered.
+    saved = rows["none"][0]["peak_bytes"] - rows["host"][0]["peak_bytes"]
+    assert saved > 9.9 * parameter_count(config)
 
 
 def test_the_largest_gpt_on_one_gpu(record):
-    """Blocks of 201M parameters are added until memory ends: the GPU's without offload, the host's with it."""
+    """Blocks of 201M parameters are added until memory ends: the GPU's without offload, the host's with it.
+
+    With it no further than 13B parameters, which is what the paper of ZeRO-Offload trains on one GPU.
+    """
     width = GPTConfig(L=1, d=4096, heads=32, T=1024)
     block = 12 * width.d**2
     found = {}
@@ -213,9 +218,11 @@ def test_the_largest_gpt_on_one_gpu(record):
             found["none"] = row
             break
     # 12 bytes of states, and 2 of gradients that pinned memory rounds up to 2**29 for a block
-    L = int((available_bytes() - 8e9) / (12 * block + 2**29)) - 1
+    available = available_bytes()
+    L = min(int((available - 8e9) / (12 * block + 2**29)) - 1, round(13e9 / block))
     with Ranks(1, backend="nccl", timeout_s=400) as alone:
         found["host"] = alone.run(fits, GPTConfig(L=L, d=4096, heads=32, T=1024), 8, "host")[0]
     print(L, found["host"])
+    found["host"]["host_available_bytes"] = available
     record("offload_largest", found, cards=1)
-    assert found["host"]["psi"] > 1.4 * found["none"]["psi"]
+    assert found["host"]["psi"] > 1.3 * found["none"]["psi"]

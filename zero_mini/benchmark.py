@@ -28,14 +28,19 @@ that shared the GPU with a collective, wire that nothing hid, and the GPU waitin
     350M batch 8, zero-0        51      47        2        1          0           0      2     17     53
     350M batch 8, zero-3        59      47        1        1          9           0     15      4     68
     1.5B checkpointed, zero-3  416     401        5        5         -1          -1      4     35    330
-    1.5B compiled, zero-1      180     167        6        2         12           0      5      6    141
-    1.5B compiled, zero-3      183     167        5        6          2          -0      6     35    152
+    1.5B compiled, zero-0      185     168       11        2         33           1     38     13    173
+    1.5B compiled, zero-1      194     168        6        2         35           1     11     13    181
+    1.5B compiled, zero-2      196     168        5        2         -2          -1     10     83    202
+    1.5B compiled, zero-3      212     168        5        5         24           0     14     65    224
 
 (1.5B on 2 x H100, the others on 2 x H200. "host": the time of a step with next to nothing to multiply.)
 
 So a stage that is behind a goal of 0.93 of plain pays the update, which is a part of training, and the copies; 350M at
 batch 8 ends where the host does: at stage 3 it launches a step in 68 ms, longer than what the GPU computes. With
 checkpointing plain itself is 401 ms, 1.06 x faster than FSDP2's 425, so 1.05 x leaves 1 % for update, copies and wire.
+The compiled rows come from a host that was slower than the GPUs (profiled, so slower still, a step took 231 to 275 ms):
+a rank that is late makes the other one's collective long. On a faster host, in a run of stages 1 and 3 only, they took
+180 and 183 ms beside a plain 167, which is 0.927 and 0.911 of it.
 
 What was tried, on that work unless another is named (ms a step; before -> after within one run on one machine)
 
