@@ -239,12 +239,10 @@ def source(name: str, machine: dict) -> str:
     return f"zero_mini/measured/{name}.json: {cards}, torch {machine['torch'].partition('+')[0]}"
 
 
-def figure(alt: str, name: str) -> tuple[str, str]:
-    """Draw the picture; an image that shows it, and its source. DeckError if its letters would be too small."""
+def figure(alt: str, name: str) -> str:
+    """Draw the picture of that name; an image that shows it. DeckError if its letters would be too small."""
     from figures import FIGURES
 
-    if name not in FIGURES:
-        raise DeckError(f"figures.py has no {name!r}, but {', '.join(FIGURES)}")
     width = re.search(r"\bw:(\d+)", alt)
     if width is None:
         raise DeckError(f"say how wide the picture {name} is: w:1168 is the whole slide")
@@ -258,13 +256,15 @@ def figure(alt: str, name: str) -> tuple[str, str]:
     folder = BUILD / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.svg").write_bytes(svg(drawn))
-    return f"![{alt}](figures/{name}.svg)", picture_source(name)
+    return f"![{alt}](figures/{name}.svg)"
 
 
 def picture_source(name: str) -> str:
-    """A record's file and machine, or the file that FIGURES names."""
+    """A record's file and machine, or the file that FIGURES names. DeckError if there is no such picture."""
     from figures import FIGURES
 
+    if name not in FIGURES:
+        raise DeckError(f"figures.py has no {name!r}, but {', '.join(FIGURES)}")
     return FIGURES[name].source if ".py" in FIGURES[name].source else number(FIGURES[name].source, "count")[1]
 
 
@@ -306,16 +306,8 @@ def assemble(slide: Slide, pictures: bool = True) -> str:
         return text
 
     def put_figure(match: re.Match) -> str:
-        from figures import FIGURES
-
-        if not pictures:
-            if match["name"] not in FIGURES:
-                raise DeckError(f"figures.py has no {match['name']!r}")
-            note(picture_source(match["name"]))
-            return match[0]
-        text, came_from = figure(match["alt"], match["name"])
-        note(came_from)
-        return text
+        note(picture_source(match["name"]))
+        return figure(match["alt"], match["name"]) if pictures else match[0]
 
     def note(came_from: str) -> None:
         if came_from not in slide.sources and came_from not in slide.footer:
@@ -344,8 +336,8 @@ def with_code_size(text: str) -> str:
     return f"<!-- _class: {both} -->\n{CLASS.sub('', text)}"
 
 
-def problems(path: Path, pictures: bool = False) -> list[str]:
-    """What is wrong with a deck: one line each, with the slide's number and title."""
+def problems(path: Path) -> list[str]:
+    """What is wrong with a deck but for its pictures: one line each, with the slide's number and title."""
     _, slides = read_deck(path)
     found = []
     if len(slides) not in SLIDES:
@@ -353,7 +345,7 @@ def problems(path: Path, pictures: bool = False) -> list[str]:
     for place, slide in enumerate(slides, start=1):
         where = f"{path.name}, slide {place} ({slide.title})"
         try:
-            assemble(slide, pictures)
+            assemble(slide, pictures=False)
         except DeckError as error:
             found.append(f"{where}: {error}")
         if len(slide.notes.split()) < WORDS:

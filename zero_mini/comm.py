@@ -42,11 +42,6 @@ class Call:
     itemsize: int  # bytes of an element
 
     @property
-    def payload_bytes(self) -> int:
-        """Bytes of the whole buffer."""
-        return self.numel * self.itemsize
-
-    @property
     def line(self) -> str:
         """How messages name it."""
         return f"{self.kind} of {self.unit}"

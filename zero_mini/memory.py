@@ -69,7 +69,6 @@ def built_state_bytes(
     world_size: int,
     stage: int,
     compute_dtype_bytes: int = 2,
-    accumulate: bool = False,
     root_numel: float = 0,
     largest_unit_numel: float = 0,
 ) -> dict[str, float]:
@@ -81,7 +80,7 @@ def built_state_bytes(
     >>> sum(built_state_bytes(1000, 10, 3).values()), sum(model_state_bytes(1000, 10, 3).values())
     (1400.0, 1600.0)
     """
-    held = model_state_bytes(psi, world_size, stage, compute_dtype_bytes, accumulate)
+    held = model_state_bytes(psi, world_size, stage, compute_dtype_bytes)
     if stage == 3:
         if compute_dtype_bytes == 2:
             held["parameters"] = 0

@@ -26,6 +26,7 @@ from zero_mini.comparison.works import Work, batches
 from zero_mini.report import host_peak_bytes, sent_bytes
 
 GATE_STEPS, TIMED_STEPS, SHORT_WARM_UP, SHORT_STEPS, SHORT_TOKENS = 10, 12, 3, 5, 64
+NEARLY_FREE, PATIENCE_S = 0.9, 30.0
 
 
 def own_device() -> torch.device:
@@ -57,12 +58,12 @@ def measure(system: str, work: Work, build: Callable[[str, Work, torch.device], 
     return row
 
 
-def wait_for_memory(share: float = 0.9, patience_s: float = 30.0) -> None:
+def wait_for_memory() -> None:
     """Until the GPU is nearly free: the driver takes the memory of the last group back only after its processes end."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         free_bytes, total_bytes = torch.cuda.mem_get_info()
-        if free_bytes > share * total_bytes:
+        if free_bytes > NEARLY_FREE * total_bytes:
             return
         time.sleep(0.2)
 

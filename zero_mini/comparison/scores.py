@@ -105,7 +105,6 @@ def floor_parts_s(system: str, entry: dict) -> dict[str, float] | None:
     update = wire = 0.0
     if system != "plain":
         update = 28 * work["psi"] / (N if SYSTEMS[system].shards_update else 1) / rates["copy_bytes"]
-        wire = 0.0
     if N > 1:
         wire = SYSTEMS[system].sends * work["psi"] * (N - 1) / N / rates["all_reduce_bytes"]
     return {"compute": compute, "update": update, "wire": wire, "floor": compute + update + max(0.0, wire - compute)}

@@ -52,6 +52,7 @@ KINDS = {  # by the first word of a span's label
 }
 CARRIED = {"reducescatter": "reduce_scatter", "allreduce": "all_reduce", "broadcast": "broadcast"}
 WIDTH_IN, RANK_IN, LEFT_IN = 5.5, 0.98, 1.15
+GAP_MS = 0.01  # not seen between two bars
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,10 @@ def from_kernels(kernels: list[Kernel], rank: int = 0, begin: float | None = Non
     return spans
 
 
-def joined(spans: list[Span], gap_ms: float = 0.01) -> list[Span]:
-    """Spans of a rank's lane and label that follow one another within the gap, as one: what a picture can show.
+def joined(spans: list[Span]) -> list[Span]:
+    """A rank's computations of one label that follow one another within GAP_MS, as one: what a picture can show.
+
+    Each collective on the wire stays a span of its own.
 
     >>> joined([Span(0, "compute", "matmul", 0, 1), Span(0, "compute", "matmul", 1.005, 2)])
     [Span(rank=0, lane='compute', label='matmul', start=0, end=2)]
@@ -100,7 +103,7 @@ def joined(spans: list[Span], gap_ms: float = 0.01) -> list[Span]:
     found = []
     for span in sorted(spans, key=lambda span: span.start):
         before = last.get((span.rank, span.lane))
-        if before and before.label == span.label and span.start - before.end <= gap_ms and span.lane == "compute":
+        if before and before.label == span.label and span.start - before.end <= GAP_MS and span.lane == "compute":
             found.remove(before)
             span = Span(span.rank, span.lane, span.label, before.start, max(before.end, span.end))
         last[span.rank, span.lane] = span

@@ -56,11 +56,11 @@ class Story:
         return Story(phases, {category: [values[at] for at in kept] for category, values in self.series.items()})
 
 
-def last_step(recorder: Recorder, begins: str = "forward", ends: str = "end") -> Story:
-    """The recorder's last step: from its last mark `begins` to the mark `ends` after it, or to the end."""
+def last_step(recorder: Recorder) -> Story:
+    """The recorder's last step: from its last mark "forward" to the mark "end" after it, or to the end."""
     labels = [label for label, _ in recorder.moments]
-    first = len(labels) - 1 - labels[::-1].index(begins)
-    last = labels.index(ends, first) if ends in labels[first:] else len(labels)
+    first = len(labels) - 1 - labels[::-1].index("forward")
+    last = labels.index("end", first) if "end" in labels[first:] else len(labels)
     bounds = [index for _, index in recorder.moments] + [len(recorder.events)]
     series = {category: [0, *values] for category, values in recorder.timeline().items()}  # [0]: before any event
     begin, end = bounds[first], bounds[last]
