@@ -102,9 +102,12 @@ def prepare(options: Options, place: Place) -> Job:
     micro_batch = options.micro_batch or (G // ranks if G % ranks == 0 else 1)
     batches_from = partial(text.batches, training_text, config.T, G, place.rank, ranks, micro_batch, options.seed)
     batches_from(0)  # says what is wrong
-    for wanted, package in ((options.tensorboard, "tensorboard"), (options.export_gpt2, "safetensors")):
+    for flag, wanted, package in (
+        ("--tensorboard", options.tensorboard, "tensorboard"),
+        ("--export-gpt2", options.export_gpt2, "safetensors"),
+        (f"--init-from {options.init_from}", str(options.init_from).endswith(".safetensors"), "safetensors"),
+    ):
         if wanted and importlib.util.find_spec(package) is None:
-            flag = "--tensorboard" if package == "tensorboard" else "--export-gpt2"
             raise ValueError(f'{flag} needs a package: pip install "zero-mini[{package}]"')
     sequences = min(VALIDATION_SEQUENCES, text.count_sequences(held_out, config.T, "the validation text"))
     validation = text.validation_batches(held_out, config.T, sequences, place.rank, ranks, micro_batch)
