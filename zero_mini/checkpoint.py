@@ -120,9 +120,8 @@ class Checkpoints:
         zero = self.zero
         if any(unit.reducing or (unit.own_grad is not None and unit.own_grad.any()) for unit in zero.units):
             raise ValueError("there are gradients, which no checkpoint holds: save after step() and zero_grad()")
-        groups = [{key: value for key, value in g.items() if key != "params"} for g in zero.optimizer.param_groups]
-        others = {"groups": groups, "scaler": zero.scaler and zero.scaler.state_dict(), "extra": extra}
-        return {**take_out(zero), **copy.deepcopy(others), "rng": rng_states(zero)}
+        others = copy.deepcopy({**zero.settings(), "extra": extra})
+        return {**take_out(zero), **others, "rng": rng_states(zero)}
 
     def _write(self, told: dict, content: dict) -> None:
         comm, final = self.comm, self.folder / f"step-{told['step']}"
@@ -196,10 +195,7 @@ def read(path: Path, manifest: dict, zero: DDP) -> list[dict]:
 def apply(zero: DDP, files: list[dict]) -> dict:
     """From here on nothing can be wrong with a file. Collective; returns this rank's `extra`."""
     put_in(zero, Stored(files))
-    for group, options in zip(zero.optimizer.param_groups, files[0]["groups"]):
-        group.update(options)
-    if zero.scaler is not None and files[0]["scaler"]:  # what was saved in bf16 has none
-        zero.scaler.load_state_dict(files[0]["scaler"])
+    zero.load_settings(files[0])
     mine = files[zero.rank % len(files)]
     restore_rng(zero, mine["rng"])
     return copy.deepcopy(mine["extra"])  # out of the file, which will be dropped one day

@@ -35,7 +35,7 @@ class HeldParameter(nn.Parameter):
 
     @property
     def data(self):
-        """To read. A write raises at the step, unless zero.full_params() or stage 0 lets it reach the master."""
+        """To read. A write reaches the master under full_params(), and in fp32 at stages 0 to 2; else a step raises."""
         if self.unit.is_whole:
             return torch.Tensor.data.__get__(self)
         return self.detach()  # shares the count of writes, by which the step finds them

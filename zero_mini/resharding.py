@@ -181,7 +181,7 @@ def put_in(zero: DDP, stored: Stored) -> None:
                 state = stored.state_of(piece, unit, begin, group, zero.optimizer.state.pop(piece, {}))
                 for key, value in state.items():
                     is_placed = is_elementwise(value, piece)
-                    zero.optimizer.state[piece][key] = value if is_placed else zero._place(value, group, piece)
+                    zero.optimizer.state[piece][key] = value if is_placed else zero.placed(value, group, piece)
         zero.publish(unit)
     for name, buffer in persistent_buffers(zero).items():
         buffer.copy_(stored.buffers[name])

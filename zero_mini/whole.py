@@ -90,13 +90,14 @@ class Whole:
                         values = [value] * len(unit.names)
                     for name, part in zip(unit.names, values):
                         states.setdefault(name, {})[key] = part
-        groups = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
-        scaler = self.scaler and self.scaler.state_dict()
-        return {"model": model, "optimizer": states, "groups": groups, "scaler": scaler}
+        return {"model": model, "optimizer": states, **self.settings()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
-        """Take over what `state_dict()` returned, at any stage and on any number of ranks."""
+        """Take over what `state_dict()` returned, at any stage and on any number of ranks.
+
+        ValueError if it is of another model, or of other param groups.
+        """
         missing = [name for unit in self.trainable for name in unit.names if name not in state["optimizer"]]
         if state["optimizer"] and missing:
             raise ValueError(f"the state has no optimizer entry for {missing[0]}: it is another model's")
@@ -106,11 +107,20 @@ class Whole:
                 "build the optimizer as it was when the state was saved"
             )
         self.model.load_state_dict(state["model"])
-        for group, options in zip(self.optimizer.param_groups, state["groups"]):
-            group.update(options)
+        self.load_settings(state)
         self.load_optimizer_states(state["optimizer"])
-        if self.scaler is not None and state.get("scaler"):  # what was saved in bf16 has none
-            self.scaler.load_state_dict(state["scaler"])
+
+    def settings(self) -> dict:
+        """What is the same on every rank: {"groups": each param group's options, "scaler": the loss scale's state}."""
+        groups = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
+        return {"groups": groups, "scaler": self.scaler and self.scaler.state_dict()}
+
+    def load_settings(self, settings: dict) -> None:
+        """Take over what `settings()` returned, for as many param groups."""
+        for group, options in zip(self.optimizer.param_groups, settings["groups"]):
+            group.update(options)
+        if self.scaler is not None and settings.get("scaler"):  # what was saved in bf16 has none
+            self.scaler.load_state_dict(settings["scaler"])
 
     def load_optimizer_states(self, states: dict[str, dict]) -> None:
         """name -> key -> tensor or number, whole -> the states of this rank's pieces."""
@@ -132,7 +142,7 @@ class Whole:
                         whole = unit.fill(buffer, [entry[key] for entry in entries])
                         parts = [view.to(unit.master.device, copy=True) for _, view in unit.cut(unit.kept(whole))]
                     else:
-                        parts = [self._place(example, *piece) for piece in unit.pieces]
+                        parts = [self.placed(example, *piece) for piece in unit.pieces]
                     for (_, piece), part in zip(unit.pieces, parts):
                         self.optimizer.state[piece][key] = part
 
@@ -140,7 +150,7 @@ class Whole:
         """Within, the unit's master and states can be read, and with `write` changed. They always can, here."""
         return contextlib.nullcontext()
 
-    def _place(self, value: object, group: int, piece: torch.Tensor) -> object:
+    def placed(self, value: object, group: int, piece: torch.Tensor) -> object:
         """A number of the optimizer's, such as Adam's step, where that group keeps it."""
         options = self.optimizer.param_groups[group]
         on_device = options.get("fused") or options.get("capturable")
