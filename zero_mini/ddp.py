@@ -57,11 +57,12 @@ from zero_mini.comm import Comm
 from zero_mini.flat import Unit
 from zero_mini.held import HeldParameter, set_grad
 from zero_mini.hooks import Hooks
+from zero_mini.inventory import Inventory
 from zero_mini.loss_scale import Scaling
 from zero_mini.whole import Whole
 
 
-class DDP(Hooks, Whole, Clipping, Scaling):
+class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
     """The script, and stage 0. Made by `zeroify`; it changes model and optimizer in place.
 
     `master_dtype` is what the optimizer sees (the dtype the model came in), `dtype` what the model
