@@ -58,7 +58,7 @@ def checkpoint(function: Callable, *args: Any, host: HostMemory | Arena | None =
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    call = Call(function, Inputs(args, kwargs, host))
+    call = CheckpointedCall(function, Inputs(args, kwargs, host))
     with saved_tensors_hooks(call.pack, call.unpack):
         outputs = function(*args, **kwargs)
     call.inputs.check_unchanged()
@@ -139,20 +139,20 @@ class LastOneSaved(BaseException):
     """Ends the second run: nobody needs what would follow. Not for the function to catch."""
 
 
-class Call:
+class CheckpointedCall:
     """One call of a checkpointed function, alive for as long as the graph holds a tensor that it saved."""
 
     def __init__(self, function: Callable, inputs: "Inputs") -> None:
         self.function, self.inputs, self.conditions = function, inputs, Conditions(inputs.devices)
         self.saved: list[weakref.ref[Saved]] = []  # in order; the graph lets go of those it has used
 
-    def pack(self, tensor: Tensor) -> tuple["Call", Saved]:
+    def pack(self, tensor: Tensor) -> tuple["CheckpointedCall", Saved]:
         saved = Saved(tensor)
         self.saved.append(weakref.ref(saved))
         return self, saved
 
     @staticmethod
-    def unpack(packed: tuple["Call", Saved]) -> Tensor:
+    def unpack(packed: tuple["CheckpointedCall", Saved]) -> Tensor:
         call, saved = packed
         if saved.tensor is None:
             call.run_again()

@@ -61,7 +61,7 @@ class Link:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.leaving: tuple[Tensor, torch.cuda.Event] | None = None  # what the last copy down reads
-        self.stages: list[Tensor] = []  # two pinned buffers that casts go up from, in turns
+        self.staging: list[Tensor] = []  # two pinned buffers that casts go up from, in turns
         self.departed: list[torch.cuda.Event] = []  # the last copy from each
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -91,23 +91,23 @@ class Link:
             torch.cuda.current_stream(self.device).wait_event(self.leaving[1])
         self.leaving = None
 
-    def stage_for(self, target: Tensor) -> Tensor:
+    def staging_for(self, target: Tensor) -> Tensor:
         """Pinned memory of the target's size and dtype, from which the last copy up but one has departed."""
         if self.stream is None:
             return target
-        if not self.stages or self.stages[0].numel() < target.numel():
-            self.stages = [self.host_buffer(target.numel(), target.dtype) for _ in range(2)]
+        if not self.staging or self.staging[0].numel() < target.numel():
+            self.staging = [self.host_buffer(target.numel(), target.dtype) for _ in range(2)]
             self.departed = [torch.cuda.Event(), torch.cuda.Event()]  # not recorded: nothing to wait for
-        self.stages.reverse()
+        self.staging.reverse()
         self.departed.reverse()
         self.departed[0].synchronize()
-        return self.stages[0][: target.numel()]
+        return self.staging[0][: target.numel()]
 
-    def up(self, stage: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """What was written to `stage_for(target)` -> target, on the GPU."""
+    def up(self, staged: Tensor, target: Tensor) -> torch.cuda.Event | None:
+        """What was written to `staging_for(target)` -> target, on the GPU."""
         if self.stream is None:
             return None
-        self.departed[0] = self.copy(stage, target)
+        self.departed[0] = self.copy(staged, target)
         return self.departed[0]
 
 
@@ -222,14 +222,14 @@ class Offload:
         """One unit's, and its cast begins to rise."""
         self.at_hand(unit)
         if one_pass.knows(self.optimizer):
-            self.rise(unit, lambda stage: self.update_in_parts(unit, stage))
+            self.rise(unit, lambda staging: self.update_in_parts(unit, staging))
         else:
             self.update_by_own_step(unit)
             self.follow(unit)
 
-    def update_in_parts(self, unit: Unit, stage: Tensor) -> None:
-        """AdamW, and the cast to `stage`: parts so small that the fp32 gradient never leaves the CPU's caches."""
-        for (group, piece), (_, grad), (_, cast) in zip(unit.pieces, unit.cut(unit.own_grad), unit.cut(stage)):
+    def update_in_parts(self, unit: Unit, staging: Tensor) -> None:
+        """AdamW, and the cast to `staging`: parts so small that the fp32 gradient never leaves the CPU's caches."""
+        for (group, piece), (_, grad), (_, cast) in zip(unit.pieces, unit.cut(unit.own_grad), unit.cut(staging)):
             state = one_pass.begun(self.optimizer, piece)
             state["step"] += 1
             wholes = (piece.detach(), grad, state["exp_avg"], state["exp_avg_sq"], cast)
@@ -262,14 +262,14 @@ class Offload:
 
     def follow(self, unit: Unit) -> None:
         """A cast of the master goes up."""
-        self.rise(unit, lambda stage: stage.copy_(unit.master))
+        self.rise(unit, lambda staging: staging.copy_(unit.master))
 
     def rise(self, unit: Unit, write: Callable[[Tensor], object]) -> None:
         """What `write` makes of its argument (S), at the host, goes up."""
         target = self.on_gpu(unit)
-        stage = self.link.stage_for(target)
-        write(stage)
-        self.rising[unit] = self.link.up(stage, target)
+        staging = self.link.staging_for(target)
+        write(staging)
+        self.rising[unit] = self.link.up(staging, target)
 
     def publish(self, unit: Unit) -> None:
         """What is published has to be there: the current stream waits, the host does not."""
@@ -307,8 +307,8 @@ class Offload:
         for place in (self.landing, self.sums):
             for unit, gradient in place.items():
                 yield "gradients", unit.name, gradient
-        for stage in self.link.stages:
-            yield "communication", "on their way up", stage
+        for buffer in self.link.staging:
+            yield "communication", "on their way up", buffer
         yield "gradients", "fp32 of a part", self.scratch
 
 
