@@ -69,6 +69,7 @@ from zero_mini.whereabouts import LostRank
 
 VALIDATION_SEQUENCES = 64
 PROMPT_TOKENS = 16
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -151,35 +152,8 @@ def lr_factor(step: int, warmup: int, steps: int) -> float:
 
 
 def train(options: Options, job: Job, place: Place) -> None:
-    """Build, train, report. Collective."""
-    torch.manual_seed(options.seed)
-    if options.offload:  # the update runs on the CPU then, for which torchrun leaves a rank one thread
-        torch.set_num_threads(max(1, os.cpu_count() // place.local_world_size))
-    with torch.device("meta"):  # no rank ever holds a whole model: zeroify() makes it unit by unit
-        model = GPT(job.config, options.loss_chunks)
-    checkpointed = []
-    if options.checkpoint_activations:
-        checkpointed = checkpoint_blocks(model, options.checkpoint_activations, options.keep_activations)
-
-    def initialise(name: str, tensor: torch.Tensor) -> None:
-        if job.weights:
-            tensor.copy_(job.weights[name])
-        else:
-            init_weight(name, tensor, job.config.L)
-
-    groups = param_groups(model, options.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
-    factor = partial(lr_factor, warmup=options.warmup, steps=options.steps)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[job.precision]
-    zero = zeroify(
-        *(model, optimizer, options.stage),
-        dtype=dtype,
-        device=job.device,
-        initialise=initialise,
-        offload=options.offload,
-    )
-
+    """Build, go on where a run stopped, train, report. Collective."""
+    zero, scheduler = build(options, job, place)
     speaks = place.rank == 0
     if speaks:
         print(describe(options, job, place), flush=True)
@@ -202,28 +176,47 @@ def train(options: Options, job: Job, place: Place) -> None:
     held, calls = fit(zero, scheduler, options, job, folder, begun, saving)
     at_end = validate(zero, job)
     folder.note(step=options.steps, validation_loss=at_end)
-
     generator = torch.Generator().manual_seed(options.seed)  # ranks that draw alike write the same text
-    sample = generate(model, job.prompt, options.sample_length, temperature=0.8, generator=generator)[0].cpu()
+    sample = generate(zero.model, job.prompt, options.sample_length, temperature=0.8, generator=generator)[0].cpu()
     if speaks:
-        psi = parameter_count(job.config)
-        if held:  # there was a step
-            print(cost_table(psi, options.stage, place.world_size, dtype.itemsize, job.micro_batches, held, calls))
-        if options.offload:
-            print(f"\nhost memory of this process at its peak, all in all: {readable(host_peak_bytes())}")
-        if checkpointed:
-            print("\n" + describe_checkpoints(checkpointed, model))
-        if zero.scaler is not None:
-            print(
-                f"\nloss scale: {zero.scaler.scale:g} at the end; steps skipped for an overflow: {zero.scaler.skipped}"
-            )
+        tell(options, job, zero, held, calls)
         print(f"\nvalidation loss: {at_start:.3f} at the start, {at_end:.3f} at the end")
         if options.sample_length:
             opening, written = (text.decode(part) for part in sample.tensor_split([PROMPT_TOKENS]))
             print(f"\nthe held-out text begins:\n{opening}\n\nthe model goes on:\n{written}")
     if checkpoints:
-        folder.save(model, options.export_gpt2)
+        folder.save(zero.model, options.export_gpt2)
         checkpoints.close()
+
+
+def build(options: Options, job: Job, place: Place) -> tuple[DDP, torch.optim.lr_scheduler.LRScheduler]:
+    """Model and optimizer, as a handle at the stage that was asked for; the schedule. Collective."""
+    torch.manual_seed(options.seed)
+    if options.offload:  # the update runs on the CPU then, for which torchrun leaves a rank one thread
+        torch.set_num_threads(max(1, os.cpu_count() // place.local_world_size))
+    with torch.device("meta"):  # no rank ever holds a whole model: zeroify() makes it unit by unit
+        model = GPT(job.config, options.loss_chunks)
+    if options.checkpoint_activations:
+        checkpoint_blocks(model, options.checkpoint_activations, options.keep_activations)
+
+    def initialise(name: str, tensor: torch.Tensor) -> None:
+        if job.weights:
+            tensor.copy_(job.weights[name])
+        else:
+            init_weight(name, tensor, job.config.L)
+
+    groups = param_groups(model, options.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
+    factor = partial(lr_factor, warmup=options.warmup, steps=options.steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    zero = zeroify(
+        *(model, optimizer, options.stage),
+        dtype=DTYPES[job.precision],
+        device=job.device,
+        initialise=initialise,
+        offload=options.offload,
+    )
+    return zero, scheduler
 
 
 def fit(
@@ -329,12 +322,22 @@ def describe(options: Options, job: Job, place: Place) -> str:
     return "\n".join(lines)
 
 
-def describe_checkpoints(blocks: list[torch.nn.Module], model: torch.nn.Module) -> str:
-    """One line on activations: whose are computed again, and what waited in host memory."""
-    line = f"activations: {len(blocks)} blocks keep their inputs alone and compute the rest again in backward"
-    for host in waiting_places(model):
-        line += f"; at most {readable(host.peak_bytes)} waited in host memory"
-    return line
+def tell(options: Options, job: Job, zero: DDP, held: dict[str, dict], calls: list[Call]) -> None:
+    """What the run held and sent, as `fit` returned it, beside what the paper says; and what else cost memory."""
+    if held:  # there was a step
+        psi, itemsize = parameter_count(job.config), DTYPES[job.precision].itemsize
+        print(cost_table(psi, options.stage, zero.world_size, itemsize, job.micro_batches, held, calls))
+    if options.offload:
+        print(f"\nhost memory of this process at its peak, all in all: {readable(host_peak_bytes())}")
+    if options.checkpoint_activations:
+        blocks = len(range(0, job.config.L, options.checkpoint_activations))
+        line = f"activations: {blocks} blocks keep their inputs alone and compute the rest again in backward"
+        for host in waiting_places(zero.model):
+            line += f"; at most {readable(host.peak_bytes)} waited in host memory"
+        print("\n" + line)
+    if zero.scaler is not None:
+        scale, skipped = zero.scaler.scale, zero.scaler.skipped
+        print(f"\nloss scale: {scale:g} at the end; steps skipped for an overflow: {skipped}")
 
 
 def main(argv: list[str] | None = None) -> None:
