@@ -17,7 +17,8 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
+
+from zero_mini.ranks import own_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,11 +41,7 @@ def say_what_is_here(ranks: int = 2) -> None:
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {cores} cores; ranks run on {where}.")
 
 
-def here() -> torch.device:
-    """In a function on ranks: this rank's GPU if ranks talk by NCCL, else the CPU."""
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+here = own_device  # where tensors go, as cells say it
 
 
 def recorded(name: str) -> dict:

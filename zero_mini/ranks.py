@@ -85,6 +85,13 @@ def run(
         return ranks.run(function, *args, **kwargs)
 
 
+def own_device() -> torch.device:
+    """In a function on ranks: this rank's GPU if ranks talk by NCCL, else the CPU."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 class Ranks:
     """`world_size` processes that form one torch.distributed job and wait for functions to run.
 

@@ -23,17 +23,11 @@ from torch import Tensor
 from zero_mini import timeline
 from zero_mini.comparison.systems import Trainee, build
 from zero_mini.comparison.works import Work, batches
+from zero_mini.ranks import own_device
 from zero_mini.report import host_peak_bytes, sent_bytes
 
 GATE_STEPS, TIMED_STEPS, SHORT_WARM_UP, SHORT_STEPS, SHORT_TOKENS = 10, 12, 3, 5, 64
 NEARLY_FREE, PATIENCE_S = 0.9, 30.0
-
-
-def own_device() -> torch.device:
-    """This rank's GPU, where collectives run on GPUs."""
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def measure(system: str, work: Work, build: Callable[[str, Work, torch.device], Trainee] = build) -> dict:
