@@ -119,10 +119,19 @@ def prepare(options: Options, place: Place) -> Job:
         if options.out:
             saved = 12 * (options.keep + 1) if options.save_every else 0  # fp32 master and two moments
             check_folder(Path(options.out), (4 + saved) * parameter_count(config))
-    prompt = held_out[None, :PROMPT_TOKENS].long().to(device)
-    k = G // (ranks * micro_batch)
-    fixed = what_must_not_change(options, config, training_text)
-    return Job(config, device, backend, precision, k, batches_from, validation, sequences, prompt, weights, fixed)
+    return Job(
+        config=config,
+        device=device,
+        backend=backend,
+        precision=precision,
+        micro_batches=G // (ranks * micro_batch),
+        batches_from=batches_from,
+        validation=validation,
+        validation_sequences=sequences,
+        prompt=held_out[None, :PROMPT_TOKENS].long().to(device),
+        weights=weights,
+        must_not_change=what_must_not_change(options, config, training_text),
+    )
 
 
 def find_precision(wanted: str, device: torch.device) -> str:

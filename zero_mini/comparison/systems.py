@@ -157,14 +157,14 @@ def build_deepspeed(stage: int, work: Work, device: torch.device, offload: bool 
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     model = make_model(work, device)
-    zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
+    sharding = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
     if stage < 3 and not offload and "compute_grad_norm" in DeepSpeedZeroConfig.model_fields:
-        zero["compute_grad_norm"] = False  # nobody else computes it here
+        sharding["compute_grad_norm"] = False  # nobody else computes it here
     settings = {
         "train_micro_batch_size_per_gpu": work.batch,
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": work.bf16},
-        "zero_optimization": zero,
+        "zero_optimization": sharding,
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,  # it clips to a norm of 1 unless told not to
         "steps_per_print": 10**9,
@@ -174,7 +174,7 @@ def build_deepspeed(stage: int, work: Work, device: torch.device, offload: bool 
     if offload:
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiled at its first use
 
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        sharding["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         options = {name: value for name, value in ADAMW.items() if name != "fused"}
         optimizer = DeepSpeedCPUAdam(model.parameters(), lr=work.lr, adamw_mode=True, **options)
     wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)

@@ -2,7 +2,7 @@
 
 Text is at least 7.5 points on a page 7 inches wide, which is still read where the page is shown 700 pixels wide.
 
-Left out: the picture of the benchmark (speed.py), which is as wide as its panels ask for.
+Left out: the pictures that are as large as their bars ask for (speed.py, per_parameter.py).
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zero_mini.plots import palette
-from zero_mini.plots.palette import CATEGORY
+from zero_mini.plots.palette import CATEGORY, FAINT, INK, NEUTRAL
 from zero_mini.plots.states import segments
 
 if TYPE_CHECKING:
@@ -44,10 +43,10 @@ def draw_per_parameter(
         axes.text(
             sum(parts.values()) / psi + 0.15, place, f"{sum(parts.values()) / psi:.1f}", va="center", fontsize=8.5
         )
-    axes.set_yticks(range(len(measured)), list(measured), fontsize=9, color=palette.INK)
+    axes.set_yticks(range(len(measured)), list(measured), fontsize=9, color=INK)
     axes.set(ylim=(len(measured) - 0.45, -0.6), xlabel="bytes a parameter on one rank (thin: the formula)")
-    axes.xaxis.label.set(fontsize=8, color=palette.FAINT)
-    axes.tick_params(axis="x", labelsize=8, labelcolor=palette.FAINT, color=palette.NEUTRAL)
+    axes.xaxis.label.set(fontsize=8, color=FAINT)
+    axes.tick_params(axis="x", labelsize=8, labelcolor=FAINT, color=NEUTRAL)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_xlim(0, 1.08 * max(sum(parts.values()) for parts in measured.values()) / psi)
