@@ -7,7 +7,7 @@ Left out: what only shows while training. The moments raise that (see ddp.py, ze
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -26,12 +26,14 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in [getattr(torch.optim, name) for name in ELEMENTWISE]
 
 
-def check_process_group() -> None:
+def check_process_group(group: dist.ProcessGroup | None) -> None:
     """RuntimeError if there is nobody to talk to."""
     if not dist.is_initialized():
         raise RuntimeError(
             "zeroify needs a process group: start with torchrun and call torch.distributed.init_process_group() first"
         )
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise RuntimeError(f"rank {dist.get_rank()} is not in the group: call zeroify() on its ranks alone")
 
 
 def as_list(unit: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -57,6 +59,7 @@ class Plan:
         self.params = dict(model.named_parameters())
         self.reason = (
             self.refuse_stage(stage)
+            or self.refuse_dtype(dtype)
             or self.refuse_offload(offload)
             or self.refuse_parameters(can_initialise)
             or self.refuse_units(units)
@@ -73,10 +76,17 @@ class Plan:
             return f"stage must be 0, 1, 2 or 3 (got {stage!r})"
         return None
 
+    def refuse_dtype(self, dtype: torch.dtype | None) -> str | None:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            return f"dtype must be a floating-point one, as torch.bfloat16, or None (got {dtype!r})"
+        return None
+
     def refuse_offload(self, offload: str | os.PathLike | None) -> str | None:
         self.offload = offload
         if offload is None:
             return None
+        if not isinstance(offload, (str, os.PathLike)) or not os.fspath(offload):
+            return f"offload must be 'host', a folder or None (got {offload!r})"
         if self.stage == 0:
             return "offload at stage 0 would keep a copy of all states for every rank: choose stage 1, 2 or 3"
         kind = type(self.optimizer)
@@ -124,6 +134,8 @@ class Plan:
         return None
 
     def refuse_units(self, units: Sequence[nn.Module | Sequence[nn.Module]] | None) -> str | None:
+        if units is not None and not isinstance(units, Iterable):
+            return f"units must be a list (got a {type(units).__name__}); for one unit pass a list of one"
         if not all(as_list(unit) for unit in units or ()):
             return "units: one of them is an empty list; leave it out"
         units = [module for unit in units or () for module in as_list(unit)]

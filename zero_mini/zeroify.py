@@ -74,7 +74,7 @@ def zeroify(
     no_sync, scale, full_params, state_dict, load_state_dict, memory, ledger. ValueError or RuntimeError, on every
     rank, if this model and optimizer cannot be trained so.
     """
-    checks.check_process_group()
+    checks.check_process_group(group)
     comm = Comm(group)
     plan = checks.Plan(model, optimizer, stage, dtype, units, elementwise, initialise is not None, offload)
     checks.check_everywhere(plan, comm)
