@@ -24,12 +24,13 @@ import contextlib
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 
 from zero_mini import copy_engine
-from zero_mini.whereabouts import LostRank, Place, Whereabouts
+from zero_mini.whereabouts import Position, Whereabouts, difference, lost_rank, open_pages
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Launched:
 
     work: dist.Work
     call: Call
-    place: Place
+    position: Position
     whereabouts: Whereabouts | None  # of all ranks, for when it fails
 
     def wait(self) -> None:
@@ -72,16 +73,9 @@ class Launched:
         try:
             self.work.wait()
         except RuntimeError as error:
-            step, number = self.place
-            where = f"{self.call.line}, number {number} of step {step} on rank {dist.get_rank()},"
-            raise lost_rank(where, self.place, self.whereabouts, error) from error
-
-
-def lost_rank(where: str, place: Place, whereabouts: Whereabouts | None, error: RuntimeError) -> LostRank:
-    """The error of what did not complete at `place` (step, number): who is missing, and torch's reason."""
-    reason = str(error).partition("\n")[0].partition(". ")[0].rpartition("] ")[2]  # no C++ file, no advice
-    account = "another rank is late, has died or launched something else"
-    return LostRank(f"{where} did not complete: {whereabouts.account(place) if whereabouts else account} ({reason})")
+            step, number = self.position
+            what = f"{self.call.line}, number {number} of step {step} on rank {dist.get_rank()},"
+            raise lost_rank(what, self.position, self.whereabouts, error) from error
 
 
 class Comm:
@@ -109,12 +103,7 @@ class Comm:
         self.last_step: list[Call] = []
         self.steps = 0
         self.number = 0  # of collectives since the step began, evaluation included
-        self.whereabouts = None
-        if dist.get_backend(self.group) == "gloo":
-            store = dist.PrefixStore(
-                f"zero_mini {self.host_group.group_name}", dist.distributed_c10d._get_default_store()
-            )
-            self.whereabouts = Whereabouts(store, self.rank, self.world_size)
+        self.whereabouts = open_pages(self.group, self.host_group.group_name)
         self.recording = True  # evaluation does not enter the ledger
         self.seen: dict[tuple, tuple[Call, bytes]] = {}  # each call, and the bytes that stand for it in the digest
         self.digest = self.agreed = 0  # of everything launched so far; of what ranks have compared
@@ -190,15 +179,10 @@ class Comm:
         self.agreed = self.digest
         if digests.unique().numel() == 1:
             return
-        first, *others = self.host_gather([call.line for call in self.calls])
-        for rank, other in enumerate(others, start=1):
-            for index in range(max(len(first), len(other))):
-                a, b = (calls[index] if index < len(calls) else "nothing" for calls in (first, other))
-                if a != b:
-                    raise RuntimeError(
-                        f"ranks ran different modules: number {index + 1} of step {self.steps} is {a} on "
-                        f"rank 0 but {b} on rank {rank}; every rank must run the same units in the same order"
-                    )
+        everyone = self.host_gather([call.line for call in self.calls])
+        for number, lines in enumerate(zip_longest(*everyone, fillvalue="nothing"), start=1):
+            if told := difference((self.steps, number), dict(enumerate(lines))):
+                raise RuntimeError(told)
         raise RuntimeError("ranks ran different modules in evaluation; every rank must run the same units in order")
 
     def end_step(self) -> None:
@@ -216,8 +200,8 @@ class Comm:
         except RuntimeError as error:
             if "gloo" not in str(error):  # what could not be pickled, say
                 raise
-            where = f"a word between ranks, after number {self.number} of step {self.steps} on rank {self.rank},"
-            raise lost_rank(where, (self.steps, self.number), self.whereabouts, error) from error
+            what = f"a word between ranks, after number {self.number} of step {self.steps} on rank {self.rank},"
+            raise lost_rank(what, (self.steps, self.number), self.whereabouts, error) from error
 
     def _prepare_mean(self, buffer: torch.Tensor) -> dist.ReduceOp:
         if self.averages and buffer.dtype != torch.float16:
@@ -227,7 +211,7 @@ class Comm:
         buffer.mul_(1 / self.world_size)
         return dist.ReduceOp.SUM
 
-    def _note(self, kind: str, unit: str, buffer: torch.Tensor) -> tuple[Call, Place, Whereabouts | None]:
+    def _note(self, kind: str, unit: str, buffer: torch.Tensor) -> tuple[Call, Position, Whereabouts | None]:
         """Write down what is about to be launched, for other ranks too: if sizes differ, gloo ends the process."""
         key = (kind, unit, buffer.numel(), buffer.element_size())
         if key not in self.seen:
@@ -237,7 +221,7 @@ class Comm:
             self.calls.append(call)
         self.number += 1
         self.digest = zlib.crc32(name, self.digest)
-        place = (self.steps, self.number)
+        position = (self.steps, self.number)
         if self.whereabouts is not None:
-            self.whereabouts.note(call.line, place)
-        return call, place, self.whereabouts
+            self.whereabouts.note(call.line, position)
+        return call, position, self.whereabouts

@@ -22,7 +22,7 @@ import torch.distributed as dist
 LISTEN_S = 0.5  # after a failure, for the others to fail as well: who does not is late, dead, or far off in a ring
 LINES = 10_000  # a page; evaluation may go on for ever without a step
 
-Place = tuple[int, int]  # (step, number of the collective in it, from 1)
+Position = tuple[int, int]  # (step, number of the collective in it, from 1)
 
 
 class LostRank(RuntimeError):
@@ -40,9 +40,9 @@ class Whereabouts:
         self.pages = 0
         self.begin_page(step=0, number=0)
 
-    def note(self, line: str, place: Place) -> None:
-        """The collective at `place` is about to be launched."""
-        step, number = place
+    def note(self, line: str, here: Position) -> None:
+        """This rank is about to launch the collective at `here`."""
+        step, number = here
         if number % LINES == 0:
             self.begin_page(step, number - 1)
         with contextlib.suppress(dist.DistError):  # the store may have died with its keeper: no collective's fault
@@ -54,7 +54,7 @@ class Whereabouts:
         with contextlib.suppress(dist.DistError):
             self.store.set(f"page {self.rank} {self.pages % 2}", f"{step} {number}\n")
 
-    def account(self, here: Place) -> str:
+    def account(self, here: Position) -> str:
         """This rank failed in the collective at `here`: who is missing, and where it was last."""
         try:
             self.store.set(f"failed {self.rank}", "")
@@ -66,17 +66,12 @@ class Whereabouts:
         except dist.DistError:
             return "nobody knows of the other ranks: the key-value store is gone, and rank 0 with it if it kept it"
 
-    def judge(self, read: list[dict[Place, str]], here: Place, silent: list[int]) -> str:
+    def judge(self, read: list[dict[Position, str]], here: Position, silent: list[int]) -> str:
         """What the pages of all ranks show, of whom `silent` have not failed yet."""
-        for step, number in sorted(set().union(*read)):
-            lines = [(rank, page[step, number]) for rank, page in enumerate(read) if (step, number) in page]
-            first, one = lines[0]
-            for rank, other in lines[1:]:
-                if other != one:
-                    return (
-                        f"ranks ran different modules: number {number} of step {step} is {one} on rank {first} "
-                        f"but {other} on rank {rank}; every rank must run the same units in the same order"
-                    )
+        for position in sorted(set().union(*read)):
+            lines = {rank: page[position] for rank, page in enumerate(read) if position in page}
+            if told := difference(position, lines):
+                return told
         behind = [rank for rank, page in enumerate(read) if max(page, default=(0, 0)) < here]
         told = []
         # Who has failed as well is a victim too.
@@ -86,7 +81,7 @@ class Whereabouts:
             told.append(f"rank {rank} {came}: the last it launched is {line}, number {number} of step {step}")
         return "; ".join(told) or "every rank came so far, and every one lost a connection"
 
-    def read(self, rank: int) -> dict[Place, str]:
+    def read(self, rank: int) -> dict[Position, str]:
         """{(step, number): line} of a rank's last two pages."""
         found = {}
         for key in (f"page {rank} 0", f"page {rank} 1"):
@@ -98,3 +93,37 @@ class Whereabouts:
 
     def has(self, key: str) -> bool:
         return self.store.check([key])  # get() would wait for it
+
+
+def open_pages(group: dist.ProcessGroup, name: str) -> Whereabouts | None:
+    """A rank's pages, under a name that is the group's own; None with NCCL."""
+    if dist.get_backend(group) != "gloo":
+        return None
+    store = dist.PrefixStore(f"zero_mini {name}", dist.distributed_c10d._get_default_store())
+    return Whereabouts(store, dist.get_rank(group), dist.get_world_size(group))
+
+
+def difference(position: Position, lines: dict[int, str]) -> str | None:
+    """In words, if ranks launched different collectives there; lines: rank -> what it launched.
+
+    >>> print(difference((1, 2), {0: "all_gather of a", 1: "all_gather of a"}))
+    None
+    >>> difference((1, 2), {0: "all_gather of a", 1: "all_gather of b"}).partition(";")[0]
+    'ranks ran different modules: number 2 of step 1 is all_gather of a on rank 0 but all_gather of b on rank 1'
+    """
+    (first, one), *others = lines.items()
+    for rank, other in others:
+        if other != one:
+            step, number = position
+            return (
+                f"ranks ran different modules: number {number} of step {step} is {one} on rank {first} "
+                f"but {other} on rank {rank}; every rank must run the same units in the same order"
+            )
+    return None
+
+
+def lost_rank(what: str, here: Position, whereabouts: Whereabouts | None, error: RuntimeError) -> LostRank:
+    """The error of what did not complete at `here`: who is missing, and torch's reason."""
+    reason = str(error).partition("\n")[0].partition(". ")[0].rpartition("] ")[2]  # no C++ file, no advice
+    account = "another rank is late, has died or launched something else"
+    return LostRank(f"{what} did not complete: {whereabouts.account(here) if whereabouts else account} ({reason})")
