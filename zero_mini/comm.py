@@ -1,4 +1,4 @@
-"""The four collectives ZeRO is made of, and a ledger of every call.
+"""The four collectives ZeRO is made of. Each call is written into a ledger (ledger.py).
 
 Volumes (arXiv 1910.02054, section 7.1; ring algorithms): with N ranks and a buffer of P elements,
 a reduce-scatter and an all-gather each move P (N-1)/N elements over a rank's wire, and an
@@ -21,7 +21,6 @@ Left out: hierarchical and quantised collectives (ZeRO++, arXiv 2306.10209).
 """
 
 import contextlib
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -29,34 +28,8 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 
-from zero_mini import copy_engine
+from zero_mini.ledger import Call, Ledger
 from zero_mini.whereabouts import Position, Whereabouts, difference, lost_rank, open_pages
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective as the ledger keeps it."""
-
-    kind: str  # "all_reduce", "reduce_scatter", "all_gather" or "broadcast"
-    unit: str  # whose data travelled
-    numel: int  # elements of the whole buffer, P, padding included
-    itemsize: int  # bytes of an element
-
-    @property
-    def line(self) -> str:
-        """How messages name it."""
-        return f"{self.kind} of {self.unit}"
-
-    def wire_numel(self, world_size: int) -> float:
-        """Elements over one rank's wire, ring convention.
-
-        >>> Call("all_reduce", "blocks.0", numel=8, itemsize=4).wire_numel(world_size=4)
-        12.0
-        >>> Call("all_gather", "blocks.0", numel=8, itemsize=4).wire_numel(world_size=4)
-        6.0
-        """
-        passes = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1}[self.kind]
-        return passes * self.numel * (world_size - 1) / world_size
 
 
 @dataclass(frozen=True)
@@ -78,45 +51,21 @@ class Launched:
             raise lost_rank(what, self.position, self.whereabouts, error) from error
 
 
-class Comm:
-    """The collectives of one process group.
-
-    `calls` holds what was launched since the step began, `last_step` what the last whole step
-    launched: both in order, which has to be the same on every rank.
-    """
+class Comm(Ledger):
+    """The collectives of one process group, and the ledger of them."""
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self.group = group or dist.group.WORLD
-        self.rank = dist.get_rank(self.group)
-        self.world_size = dist.get_world_size(self.group)
-        self.averages = dist.get_backend(self.group) == "nccl"  # gloo can only sum
+        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.is_nccl = dist.get_backend(self.group) == "nccl"
         # Host-side words between ranks need a CPU group of their own: they must neither queue
         # behind collectives on the GPU nor be mistaken for one of them.
-        ranks = dist.get_process_group_ranks(self.group)
-        time_out = self.group._get_backend(torch.device("cuda" if self.averages else "cpu")).options._timeout
-        # Of a part of all ranks, those alone can be asked to take part in making it.
-        is_part = self.world_size < dist.get_world_size()
-        self.host_group = dist.new_group(ranks, backend="gloo", timeout=time_out, use_local_synchronization=is_part)
-        self.gathering, self.reachable = self.group, None  # until open_copy_engines()
-        self.is_part, self.time_out = is_part, time_out
-        self.calls: list[Call] = []
-        self.last_step: list[Call] = []
-        self.steps = 0
-        self.number = 0  # of collectives since the step began, evaluation included
-        self.whereabouts = open_pages(self.group, self.host_group.group_name)
-        self.recording = True  # evaluation does not enter the ledger
-        self.seen: dict[tuple, tuple[Call, bytes]] = {}  # each call, and the bytes that stand for it in the digest
-        self.digest = self.agreed = 0  # of everything launched so far; of what ranks have compared
+        self.host_group = same_ranks(self.group, "gloo")
+        super().__init__(open_pages(self.group, self.host_group.group_name))
+        self.gathering, self.reachable = self.group, None  # unless copy engines gather (copy_engine.py)
         # torch 2.13 renamed the two flat collectives; 2.9 to 2.12 have the old names only.
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-    def open_copy_engines(self) -> None:
-        """From here on gathers take no part of the GPU from the computation, where that can be. Collective."""
-        hosts = self.host_gather(copy_engine.host_and_devices())
-        group = copy_engine.group_of_copiers(self.group, hosts, self.time_out, self.is_part)
-        if group is not None:
-            self.gathering, self.reachable = group, copy_engine.ReachableMemory(group)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer (numel) that will be gathered for as long as training lasts."""
@@ -185,13 +134,6 @@ class Comm:
                 raise RuntimeError(told)
         raise RuntimeError("ranks ran different modules in evaluation; every rank must run the same units in order")
 
-    def end_step(self) -> None:
-        """Close the ledger's page."""
-        self.last_step, self.calls = self.calls, []
-        self.steps, self.number = self.steps + 1, 0
-        if self.whereabouts is not None:
-            self.whereabouts.begin_page(self.steps, self.number)
-
     @contextlib.contextmanager
     def _between_hosts(self) -> Iterator[None]:
         """Within, ranks wait for each other's words."""
@@ -204,24 +146,17 @@ class Comm:
             raise lost_rank(what, (self.steps, self.number), self.whereabouts, error) from error
 
     def _prepare_mean(self, buffer: torch.Tensor) -> dist.ReduceOp:
-        if self.averages and buffer.dtype != torch.float16:
+        if self.is_nccl and buffer.dtype != torch.float16:  # gloo can only sum
             return dist.ReduceOp.AVG
         # Before the sum, as torch DDP does: sums cannot overflow. NCCL multiplies and adds with one rounding, which
         # among fp16's smallest numbers, where halving has to round, is another one.
         buffer.mul_(1 / self.world_size)
         return dist.ReduceOp.SUM
 
-    def _note(self, kind: str, unit: str, buffer: torch.Tensor) -> tuple[Call, Position, Whereabouts | None]:
-        """Write down what is about to be launched, for other ranks too: if sizes differ, gloo ends the process."""
-        key = (kind, unit, buffer.numel(), buffer.element_size())
-        if key not in self.seen:
-            self.seen[key] = Call(*key), repr(key).encode()
-        call, name = self.seen[key]
-        if self.recording:
-            self.calls.append(call)
-        self.number += 1
-        self.digest = zlib.crc32(name, self.digest)
-        position = (self.steps, self.number)
-        if self.whereabouts is not None:
-            self.whereabouts.note(call.line, position)
-        return call, position, self.whereabouts
+
+def same_ranks(group: dist.ProcessGroup, backend: str, **options) -> dist.ProcessGroup:
+    """Another group of the same ranks, with the same time-out. Collective among these alone."""
+    kind = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    time_out, ranks = group._get_backend(kind).options._timeout, dist.get_process_group_ranks(group)
+    is_part = len(ranks) < dist.get_world_size()  # the other ranks cannot be asked to take part in making it
+    return dist.new_group(ranks, timeout=time_out, backend=backend, use_local_synchronization=is_part, **options)

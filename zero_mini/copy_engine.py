@@ -14,27 +14,39 @@ Left out: several hosts, and GPUs that do not reach each other's memory: there g
 """
 
 import socket
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from zero_mini.comm import Comm, same_ranks
+from zero_mini.flat import Unit
+
 ZERO_CTAS = 2  # NCCL_CTA_POLICY_ZERO
+WORTH_IT = 30_000_000  # elements of a unit: the host spends longer on such a gather than on a kernel
 
 
-def group_of_copiers(parent: dist.ProcessGroup, hosts: list[str | None], time_out: timedelta, is_part: bool):
+def gather_by_copy_engines(comm: Comm, units: list[Unit]) -> None:
+    """From here on gathers take no part of the GPU from the computation, where that can be and is worth it. Collective.
+
+    Only then does `comm.empty` give memory that they reach: call it before buffers are made.
+    """
+    largest = max((unit.P for unit in units if not unit.is_root), default=0)
+    if comm.is_nccl and comm.world_size > 1 and largest >= WORTH_IT:
+        group = group_of_copiers(comm.group, comm.host_gather(host_and_devices()))
+        if group is not None:
+            comm.gathering, comm.reachable = group, ReachableMemory(group)
+
+
+def group_of_copiers(parent: dist.ProcessGroup, hosts: list[str | None]) -> dist.ProcessGroup | None:
     """A second NCCL communicator of the same ranks, that gathers without kernels; None if that cannot be.
 
-    `hosts`: each rank's `host_and_devices()`. `is_part`: the parent has a part of all ranks.
+    `hosts`: each rank's `host_and_devices()`.
     """
     options = dist.ProcessGroupNCCL.Options()
     if None in hosts or len(set(hosts)) > 1 or not hasattr(options.config, "cta_policy"):
         return None
     options.config.cta_policy = ZERO_CTAS
-    ranks = dist.get_process_group_ranks(parent)
-    group = dist.new_group(
-        ranks, timeout=time_out, backend="nccl", pg_options=options, use_local_synchronization=is_part
-    )
+    group = same_ranks(parent, "nccl", pg_options=options)
     dist.all_reduce(torch.zeros((), device="cuda"), group=group)  # torch makes the communicator at first use
     return group
 

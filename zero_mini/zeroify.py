@@ -25,6 +25,7 @@ from torch import nn
 
 from zero_mini import checks
 from zero_mini.comm import Comm
+from zero_mini.copy_engine import gather_by_copy_engines
 from zero_mini.ddp import DDP
 from zero_mini.hooks import hook_optimizer
 from zero_mini.loss_scale import LossScaler
@@ -35,7 +36,6 @@ from zero_mini.zero2 import Zero2
 from zero_mini.zero3 import Zero3
 
 STAGES = (DDP, Zero1, Zero2, Zero3)
-WORTH_COPY_ENGINES = 30_000_000  # parameters of a unit: the host spends longer on such a gather than on a kernel
 
 
 def zeroify(
@@ -79,13 +79,12 @@ def zeroify(
     plan = checks.Plan(model, optimizer, stage, dtype, units, elementwise, initialise is not None, offload)
     checks.check_everywhere(plan, comm)
     if device is None:
-        on_cuda = comm.averages or plan.device.type == "cuda"
+        on_cuda = comm.is_nccl or plan.device.type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     group_of = {id(p): index for index, g in enumerate(optimizer.param_groups) for p in g["params"]}
     made = make_units(model, plan.blocks, group_of, comm.rank, comm.world_size)
-    blocks = [unit.P for unit in made if not unit.is_root]
-    if stage > 0 and comm.averages and comm.world_size > 1 and max(blocks, default=0) >= WORTH_COPY_ENGINES:
-        comm.open_copy_engines()
+    if stage > 0:
+        gather_by_copy_engines(comm, made)
     begun = {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
     where = torch.device(device)
     zero = stage_class(stage, offload)(model, optimizer, made, comm, dtype or plan.dtype, where, initialise, scaler)
