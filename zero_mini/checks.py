@@ -3,7 +3,7 @@
 Each rank looks at what it was given, then all tell each other: if one has a reason to refuse, or
 two were given different things, every rank raises, so that nobody waits for a rank that has left.
 
-Left out: what only shows while training. The moments raise that (see ddp.py, zero3.py, held.py).
+Left out: what only shows while training (watch.py, held.py, zero3.py).
 """
 
 import os

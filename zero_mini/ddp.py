@@ -51,7 +51,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from zero_mini import one_pass
+from zero_mini import one_pass, watch
 from zero_mini.clip import Clipping
 from zero_mini.comm import Comm
 from zero_mini.flat import Unit
@@ -93,7 +93,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
             comm.broadcast(values, unit.name).wait()
             unit.nothing = [values.new_full((), float("nan"), dtype=dtype).expand(s) for s in unit.shapes]
             self.own(unit, values)
-            unit.note_versions()
+            watch.note_versions(unit)
             for param in unit.params:
                 param.__class__, param.unit, param.grad = HeldParameter, unit, None
         comm.buffers_are_made()
@@ -181,13 +181,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
         for unit in list(self.entered):
             self.on_grad(unit)
         self.send_ready()
-        for unit in self.units:
-            if unit.grads_arrived():
-                raise RuntimeError(
-                    f"{unit.name} got a gradient outside its turn: its weights were used without calling "
-                    "its module, or its output was a view that was changed in place, or it was unfrozen "
-                    "after zeroify(); call the module itself, clone() its output, or wrap again"
-                )
+        watch.check_turns(self.units)
         if self.collecting:
             for unit in self.unsent:
                 if unit not in self.ready:  # it was not used here; it may have been on other ranks
@@ -228,18 +222,8 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
         self.close_broken_calls()
         self.comm.agree()
         for unit in self.units:
-            unit.check_untouched()
-            if unit.grads_arrived():
-                raise RuntimeError(
-                    f"{unit.name} has a gradient that no backward of the model brought: it was written by hand, or "
-                    "backward did not pass through an output of the model; return tensors, and clone() an output "
-                    "that is a view before changing it in place"
-                )
-            if unit.grad is not None:
-                raise RuntimeError(
-                    f"step: gradients of {unit.name} were accumulated under no_sync() and never reduced; "
-                    "run the last backward of a step outside no_sync()"
-                )
+            watch.check_untouched(unit)
+            watch.check_gradients(unit)
 
     @torch.no_grad()
     def begin_step(self) -> None:

@@ -74,7 +74,7 @@ class Unit:
     is_whole: bool = False  # shown by zero.full_params()
     rests: bool = False  # its parameters are `nothing`
     nothing: list[torch.Tensor] = field(default_factory=list)  # a NaN in each parameter's shape, without memory
-    versions: list[int] = field(default_factory=list)  # how often each parameter had been written to
+    versions: list[int] = field(default_factory=list)  # how often each parameter had been written to (watch.py)
 
     def __post_init__(self):
         """Lay the parameters out; allocate nothing."""
@@ -176,29 +176,6 @@ class Unit:
         if not self.rests:
             self.show(self.nothing)
             self.rests = True
-
-    def note_versions(self) -> None:
-        """Remember how often each parameter has been written to, for `check_untouched`."""
-        self.versions = [param._version for param in self.params]
-
-    @property
-    def follows_writes(self) -> bool:
-        """Does a write to the parameters reach the master by itself? It does where they share memory."""
-        return self.full is not None and self.full.untyped_storage()._cdata == self.master.untyped_storage()._cdata
-
-    def check_untouched(self, at_rest: bool = False) -> None:
-        """Raise if the user changed what a flat buffer cannot follow; at rest it follows nothing."""
-        for name, param, version in zip(self.names, self.params, self.versions):
-            if param._version != version and (at_rest or not self.follows_writes):
-                raise RuntimeError(
-                    f"{name} was changed in place, but what counts is its master copy, "
-                    "which was not: write to parameters under zero.full_params()"
-                )
-            if param.requires_grad is not self.trainable:
-                raise RuntimeError(
-                    f"{name} was {'frozen' if self.trainable else 'unfrozen'} after zeroify(), which laid out "
-                    f"{self.name} by what requires a gradient: set requires_grad first, then wrap"
-                )
 
     def cut(self, owned: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """owned, (P) or a slice (S) -> [(group, view)], one for each group that reaches into it."""

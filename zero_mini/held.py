@@ -4,7 +4,7 @@ Operations see an ordinary parameter. What would silently mean something else no
 gradient that is only a shard, writing to values that the next step overwrites, copying views.
 
 Left out: raising for in-place operations on the parameter itself; the step finds those
-(`Unit.check_untouched`).
+(`watch.check_untouched`).
 """
 
 import torch

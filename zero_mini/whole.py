@@ -23,6 +23,7 @@ from torch import nn
 from zero_mini.flat import Unit
 from zero_mini.held import NO_COPY, grad_of, set_grad
 from zero_mini.hooks import backward_is_running
+from zero_mini.watch import check_untouched, note_versions
 
 
 class Whole:
@@ -176,7 +177,7 @@ class Whole:
         wholes = []
         with torch.no_grad():
             for unit in units:
-                unit.check_untouched()
+                check_untouched(unit)
                 if unit.full is not None:
                     self.before_forward(unit)  # a gather under way must not land in what is written
                 with self.in_memory(unit):
@@ -194,7 +195,7 @@ class Whole:
                     if write:
                         self.comm.broadcast(whole, unit.name).wait()
                         self.replace(unit, whole)
-                        unit.note_versions()
+                        note_versions(unit)
                     self.restore(unit)
 
     def hook_state_dicts(self) -> None:

@@ -30,6 +30,7 @@ import torch
 from zero_mini.comm import Launched
 from zero_mini.ddp import DDP
 from zero_mini.flat import Unit
+from zero_mini.watch import check_untouched, note_versions
 
 
 class Zero1(DDP):
@@ -57,14 +58,14 @@ class Zero1(DDP):
         """Own slice -> everyone's full parameters, in place and without waiting."""
         self.arriving[unit] = self.comm.all_gather(unit.full, unit.own(unit.full), unit.name)
         unit.rest()
-        unit.note_versions()
+        note_versions(unit)
 
     def before_forward(self, unit: Unit) -> None:
         """First use since the step: the new values must have arrived."""
         work = self.arriving.pop(unit, None)
         if work is not None:
             work.wait()
-            unit.check_untouched(at_rest=True)
+            check_untouched(unit, at_rest=True)
             unit.show(unit.views(unit.full))
 
     def check_step(self) -> None:
