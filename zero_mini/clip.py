@@ -17,6 +17,11 @@ from zero_mini import one_pass
 class Clipping:
     """`self` is a stage: trainable units, comm, the script's moments."""
 
+    def forget_coefficient(self) -> None:
+        """Gradients are what they are: nothing is to be multiplied in."""
+        self.coefficient: torch.Tensor | None = None  # of gradients, not multiplied in yet (0-dim): unscale, clip
+        self.clipped = False  # that of a clip is in it
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that their norm over all parameters is at most `max_norm`.

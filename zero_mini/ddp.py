@@ -12,6 +12,7 @@ precision gradients become fp32, 2 bytes more for each, unless one_pass.py knows
 All four stages follow one script, whose moments are the methods below. A stage is a class that
 overrides the moments it changes, and what follows from them:
 
+    allocate          once                   memory that lives as long as training does
     own               a unit, at the start   what does this rank's optimizer update?
     before_model      a forward              buffers are made equal, as torch DDP does
     before_forward    a unit                 its parameters are needed
@@ -20,7 +21,9 @@ overrides the moments it changes, and what follows from them:
     on_grad           a unit                 backward has moved on: collect its gradients
     send_ready        a unit, half-way       what was collected before goes on the wire
     reduce            a unit                 its gradients go on the wire
+    finish, at_hand   a unit                 its mean has arrived; it is where the optimizer reads it
     after_backward    a backward             what has not been sent goes now
+    check_step        a step                 nothing but the script has changed anything, on any rank
     begin_step        a step                 skip it (fp16), update in one pass, or ...
     before_step       a step                 ... every mean has arrived, for the optimizer to use
     after_step        a step                 every unit's new values are published
@@ -77,15 +80,13 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
         self.dtype, self.master_dtype = dtype, units[0].params[0].dtype
         self.mixed = self.dtype != self.master_dtype
         self.trainable = [unit for unit in units if unit.trainable]
-        self.begin_scaling(scaler)
-        self.forget_backward()
-        self.collecting = False
-        self.syncing = True
-        self.showing_whole = False
-        self.buffers_due = True
-        self.coefficient: torch.Tensor | None = None  # of gradients, not multiplied in yet (0-dim): unscale, clip
-        self.clipped = False  # that of a clip is in it
+        self.syncing = True  # a backward sends what it brings: not under no_sync()
+        self.showing_whole = False  # under full_params(), where hooks keep still
+        self.buffers_due = True  # at the next forward
         self.published: set[Unit] = set()  # whose own part of `full` the step has written already
+        self.forget_backward()
+        self.forget_coefficient()
+        self.begin_scaling(scaler)
         self.allocate()
         for unit in units:  # one at a time: the peak is the final states plus two units
             unit.materialise(initialise, device)
@@ -99,10 +100,8 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
         comm.buffers_are_made()
         self.nothing = torch.full((), float("nan"), dtype=self.master_dtype, device=units[0].master.device)
         model.to(device)  # what is left: buffers
-        self.buffers = [
-            (name, model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-            for name, _ in model.named_buffers()
-        ]
+        parts = [(name, *name.rpartition(".")) for name, _ in model.named_buffers()]
+        self.buffers = [(name, model.get_submodule(path), key) for name, path, _, key in parts]
         self._sync_buffers()
         comm.end_step()
         self._point_optimizer_to_pieces()
@@ -187,43 +186,14 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
                 if unit not in self.ready:  # it was not used here; it may have been on other ranks
                     unit.take_grads(self.master_dtype)
         if self.syncing and self.collecting:
+            # What was sent and has come again, as under re-entrant checkpointing, goes last.
             again = [unit for unit in reversed(self.trainable) if unit not in self.unsent and unit.grad is not None]
-            for unit in reversed(self.unsent):
-                self._send(unit)
-            for unit in again:  # it came twice in one backward, as under re-entrant checkpointing
+            for unit in [*reversed(self.unsent), *again]:
                 self._send(unit)
             for unit in self.trainable:  # until the step: nobody may take "no gradient yet" for "none"
                 for (_, piece), unknown in zip(unit.pieces, unit.unknown):
                     piece.grad = unknown
         self.forget_backward()
-
-    @torch.no_grad()
-    def before_step(self) -> None:
-        """Every mean has arrived, in the master's dtype, as the pieces' .grad. May be called twice."""
-        self.collect_means()
-        for unit in self.trainable:
-            if unit.own_grad is not None:
-                unit.own_grad = unit.own_grad.to(self.master_dtype)
-                if self.coefficient is not None:
-                    unit.own_grad.mul_(self.coefficient.to(unit.own_grad.device))
-                for (_, piece), (_, grad) in zip(unit.pieces, unit.cut(unit.own_grad)):
-                    piece.grad = grad
-        self.coefficient, self.clipped = None, False
-
-    def collect_means(self) -> None:
-        """Wait for every mean; in fp16, see whether one has overflowed."""
-        self.check_step()
-        for unit in self.units:
-            self.at_hand(unit)
-        self.look_for_overflow()
-
-    def check_step(self) -> None:
-        """See that nothing but the script has brought a gradient or changed a parameter."""
-        self.close_broken_calls()
-        self.comm.agree()
-        for unit in self.units:
-            watch.check_untouched(unit)
-            watch.check_gradients(unit)
 
     @torch.no_grad()
     def begin_step(self) -> None:
@@ -239,6 +209,34 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
             self.before_step()
 
     @torch.no_grad()
+    def before_step(self) -> None:
+        """Every mean has arrived, in the master's dtype, as the pieces' .grad. May be called twice."""
+        self.collect_means()
+        for unit in self.trainable:
+            if unit.own_grad is not None:
+                unit.own_grad = unit.own_grad.to(self.master_dtype)
+                if self.coefficient is not None:
+                    unit.own_grad.mul_(self.coefficient.to(unit.own_grad.device))
+                for (_, piece), (_, grad) in zip(unit.pieces, unit.cut(unit.own_grad)):
+                    piece.grad = grad
+        self.forget_coefficient()
+
+    def collect_means(self) -> None:
+        """Wait for every mean; in fp16, see whether one has overflowed."""
+        self.check_step()
+        for unit in self.units:
+            self.at_hand(unit)
+        self.look_for_overflow()
+
+    def check_step(self) -> None:
+        """See that nothing but the script has brought a gradient or changed a parameter, and that ranks agree."""
+        self.close_broken_calls()
+        self.comm.agree()
+        for unit in self.units:
+            watch.check_untouched(unit)
+            watch.check_gradients(unit)
+
+    @torch.no_grad()
     def after_step(self) -> None:
         """Publish every unit's new values, in the order in which the next forward needs them."""
         for unit in self.trainable if not self.overflow else []:
@@ -246,7 +244,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
                 self.follow(unit)
             self.publish(unit)
         self.published.clear()
-        self.coefficient, self.clipped = None, False
+        self.forget_coefficient()
         self.comm.end_step()
         self.end_scaling()
 
@@ -257,16 +255,6 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
 
     def publish(self, unit: Unit) -> None:
         """The own part of `full` is new. At stage 0 that is all of it."""
-
-    def restore(self, unit: Unit) -> None:
-        """Let the parameters be what they are between turns, after they were something else."""
-        unit.show(unit.views(unit.full))
-
-    def replace(self, unit: Unit, values: torch.Tensor) -> None:
-        """Other values (P), the same on all ranks, from outside the script: keep what is kept of them."""
-        unit.master.copy_(unit.kept(values))
-        if unit.full is not None:
-            unit.full.copy_(values)
 
     # --- what the training loop calls --------------------------------------------------------
 
@@ -282,7 +270,8 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient, also those on their way. Stands in for both objects' zero_grad."""
-        self.coefficient, self.clipped, self.overflow = None, False, None
+        self.forget_coefficient()
+        self.overflow = None
         for unit in self.units:
             self.at_hand(unit)
             zeros = torch.zeros_like(unit.master) if unit.holds_gradient and not set_to_none else None
@@ -291,6 +280,18 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
                 set_grad(param, None)
             for _, piece in unit.pieces:
                 piece.grad = None
+
+    # --- values from outside the script, for whole.py ----------------------------------------
+
+    def restore(self, unit: Unit) -> None:
+        """Let the parameters be what they are between turns, after they were something else."""
+        unit.show(unit.views(unit.full))
+
+    def replace(self, unit: Unit, values: torch.Tensor) -> None:
+        """Other values (P), the same on all ranks, from outside the script: keep what is kept of them."""
+        unit.master.copy_(unit.kept(values))
+        if unit.full is not None:
+            unit.full.copy_(values)
 
     # --- its own business -------------------------------------------------------------------
 
@@ -308,7 +309,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
 
     def forget_backward(self) -> None:
         """No backward is running: it has ended, or failed."""
-        self.in_backward = False
+        self.in_backward = self.collecting = False  # collecting: it brings gradients to the parameters
         self.entered: list[Unit] = []  # units backward has reached and not yet left
         self.unsent: list[Unit] = []  # units whose reduction this backward still owes
         self.ready: set[Unit] = set()  # those of them whose gradients have been collected
