@@ -57,6 +57,7 @@ class Plan:
         self.model, self.optimizer, self.stage, self.compute_dtype = model, optimizer, stage, dtype
         self.names = {id(module): name for name, module in model.named_modules()}
         self.params = dict(model.named_parameters())
+        self.group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.reason = (
             self.refuse_stage(stage)
             or self.refuse_dtype(dtype)
@@ -184,9 +185,8 @@ class Plan:
             told[f"param group {index}"] = ", ".join(
                 f"{key} {value}" for key, value in group.items() if key != "params"
             )
-        groups = {id(p): index for index, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         for name, param in self.params.items():
-            group = groups.get(id(param))
+            group = self.group_of.get(id(param))
             grad = f"group {group}" if param.requires_grad else "frozen"
             told[f"parameter {name!r}"] = f"{tuple(param.shape)} {param.dtype}, {grad}"
         for name, buffer in self.model.named_buffers():

@@ -110,6 +110,10 @@ class Unit:
         """values (P) -> the part of them that the master has: all, or this rank's slice; a view."""
         return values if self.master.numel() == self.P else self.own(values)
 
+    def begin_of(self, owned: torch.Tensor) -> int:
+        """Where in the flat buffer `owned` begins: all of it (P), or this rank's slice (S)."""
+        return 0 if owned.numel() == self.P else self.rank * self.S
+
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """buffer (P) -> one view a parameter, in its own shape."""
         start = buffer.storage_offset()

@@ -43,15 +43,10 @@ def parts(unit: Unit, begin: int, end: int) -> Iterator[Part]:
             yield Part(name, group, low - start, low, high)
 
 
-def master_begin(unit: Unit) -> int:
-    """Where in the buffer the master begins: it is all of it, or this rank's slice."""
-    return 0 if unit.master.numel() == unit.P else unit.rank * unit.S
-
-
 def held_pieces(unit: Unit) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(group, begin, piece) of each piece that the optimizer has of the buffer; a frozen unit has none."""
     for (group, low, _), (_, piece) in zip(unit.ranges[unit.master.numel()], unit.pieces):
-        yield group, master_begin(unit) + low, piece
+        yield group, unit.begin_of(unit.master) + low, piece
 
 
 def persistent_buffers(zero: DDP) -> dict[str, torch.Tensor]:
@@ -101,7 +96,8 @@ def take_out(zero: DDP) -> dict[str, dict]:
                     for key, value in zero.optimizer.state.get(piece, {}).items()
                     if is_elementwise(value, piece)
                 }
-                master = copy_of(unit.master[part.low - master_begin(unit) : part.high - master_begin(unit)])
+                start = unit.begin_of(unit.master)
+                master = copy_of(unit.master[part.low - start : part.high - start])
                 stored[part.name] = {"offset": part.offset, "master": master, "states": states}
             for name, group in zip(unit.names, unit.groups):  # a parameter of no elements counts its steps too
                 _, piece = pieces.get(group, (0, None))
@@ -175,7 +171,7 @@ def put_in(zero: DDP, stored: Stored) -> None:
     zero.zero_grad()
     for unit in zero.units:
         with zero.in_memory(unit, write=True):
-            stored.fill(unit.master, unit, master_begin(unit))
+            stored.fill(unit.master, unit, unit.begin_of(unit.master))
             zero.follow(unit)
             for group, begin, piece in held_pieces(unit):
                 state = stored.state_of(piece, unit, begin, group, zero.optimizer.state.pop(piece, {}))

@@ -81,8 +81,7 @@ def zeroify(
     if device is None:
         on_cuda = comm.is_nccl or plan.device.type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    group_of = {id(p): index for index, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    made = make_units(model, plan.blocks, group_of, comm.rank, comm.world_size)
+    made = make_units(model, plan.blocks, plan.group_of, comm.rank, comm.world_size)
     if stage > 0:
         gather_by_copy_engines(comm, made)
     begun = {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
@@ -95,6 +94,7 @@ def zeroify(
 
 
 def stage_class(stage: int, offload: str | os.PathLike | None) -> Callable[..., DDP]:
+    """The class of the stage, or of the offload that goes on top of it."""
     if offload is None:
         return STAGES[stage]
     if offload == "host":

@@ -63,10 +63,8 @@ def holdings(zero: DDP, unit: Unit) -> list[Holding]:
         name = str(tensor.dtype).removeprefix("torch.")
         found.append(Holding(zero.rank, what, name, tensor.element_size(), low, high, use))
 
-    def at(tensor: torch.Tensor) -> int:
-        return 0 if tensor.numel() == unit.P else unit.rank * unit.S
-
-    low, high = at(unit.master), at(unit.master) + unit.master.numel()
+    low = unit.begin_of(unit.master)
+    high = low + unit.master.numel()
     if unit.full is not None:
         keep("parameters", unit.full, 0, unit.P)
     elif hasattr(unit, "slot"):
@@ -76,7 +74,7 @@ def holdings(zero: DDP, unit: Unit) -> list[Holding]:
     elif unit.full is None:
         keep("parameters", unit.master, low, high)
     if unit.own_grad is not None:
-        grad, start = unit.own_grad, at(unit.own_grad)
+        grad, start = unit.own_grad, unit.begin_of(unit.own_grad)
         keep("gradients", grad, start, start + grad.numel())
         if grad.untyped_storage().nbytes() > grad.nbytes:  # a view of a buffer that stays
             for rest in ((0, start), (start + grad.numel(), unit.P)):
