@@ -2,18 +2,25 @@
 
 In reading order:
 
-    comm.py  flat.py  units.py                the four collectives; parameters as one flat buffer
+    comm.py  flat.py                          four collectives; parameters as one flat buffer
     ddp.py  zero1.py  zero2.py  zero3.py      plain data parallelism, then one idea a file
-    hooks.py  held.py                         how the script meets a model
+    zeroify.py  units.py                      the one-line entry; which parameters travel together
+    hooks.py  held.py                         how the script meets a model; what a parameter becomes
     precision.py  loss_scale.py  clip.py      what it computes in, and how gradients are tamed
-    zeroify.py  checks.py  whole.py           the one-line entry; every refusal; whole values from shards
+    whole.py  inventory.py                    whole values from shards; what is kept alive, listed
+    ledger.py  whereabouts.py                 every collective, counted; who is missing when one fails
+    checks.py  watch.py                       what is refused at the start; what only shows while training
     activations.py  host_activations.py       what is left: activations computed again, or in host memory
     chunked_loss.py  fragmentation.py         logits in parts; memory in one piece
-    memory.py  recorder.py  ranks.py          what it costs, by formula and by looking; a function run on N ranks
+    offload.py  disk.py                       optimizer states in host memory, or in files
+    one_pass.py  copy_engine.py               two reasons why it is fast
+    memory.py  recorder.py                    what it costs, by formula and by looking
     checkpoint.py  checkpoint_files.py        shards on the disk
     resharding.py                             for any stage and number of ranks
     gpt.py  text.py  gpt2_file.py             the model and the data of every lesson; weights as others have them
     train_gpt.py  options.py  launch.py  resume.py  report.py      a training run, start to end
+    benchmark.py  comparison  timeline.py     how fast it is, beside its peers
+    ranks.py  course.py  plots  measured      a function run on N ranks; what lessons share; pictures, records
 """
 
 from zero_mini.zeroify import zeroify
