@@ -48,21 +48,45 @@ def record(request):
 
 @pytest.fixture(scope="session")
 def row(request) -> Iterator[Callable[..., None]]:
-    """row(table, name, stage, **cells): one more row of a table, kept as `record` does when all tests have run."""
+    """row(table, what, stage, **cells): a row of a table, which has to be there, or is kept as `record` does.
+
+    Stages that share all cells share a row. The cell `says` is a message, whose numbers may be others each time. All
+    other cells have to be as recorded, with the release of torch that they were recorded with: another one may do for
+    itself what raised, or raise. What is recorded replaces the rows that had its `what`; all others stay.
+    """
+    folder = request.config.getoption("--record")
+    measured = Path(folder or Path(request.config.rootpath) / "zero_mini" / "measured")
+    recorded = functools.cache(lambda table: json.loads((measured / f"{table}.json").read_text()))
     tables: dict[str, list[dict]] = {}
 
-    def add(table: str, name: str, stage: int | str, **cells: object) -> None:
-        """Stages that share all cells share a row."""
+    def keep(table: str, what: str, stage: int | str = "any", **cells: object) -> None:
         rows = tables.setdefault(table, [])
-        alike = [row for row in rows if {**row, "stages": None} == {"what": name, **cells, "stages": None}]
+        alike = [row for row in rows if {**row, "stages": None} == {"what": what, **cells, "stages": None}]
         if not alike:
-            rows.append({"what": name, **cells, "stages": [stage]})
+            rows.append({"what": what, **cells, "stages": [stage]})
         elif stage not in alike[0]["stages"]:
             alike[0]["stages"].append(stage)
 
-    yield add
-    for name, rows in tables.items():
-        write(request.config, name, rows)
+    def compare(table: str, what: str, stage: int | str = "any", **cells: object) -> None:
+        known, fixed = recorded(table), {"what": what, **cells, "says": None, "stages": None}
+        if release(known["machine"]["torch"]) == release(torch.__version__):
+            alike = [row for row in known[table] if {**row, "says": None, "stages": None} == fixed]
+            stages = [stage for row in alike for stage in row["stages"]]
+            assert stage in stages, f"{what} {cells}, stage {stage}: not in {table}.json; pytest --record {measured}"
+
+    yield keep if folder else compare
+    for table, rows in tables.items():
+        old = recorded(table)[table] if (measured / f"{table}.json").is_file() else []
+        write(request.config, table, [row for alike in (by_what(old) | by_what(rows)).values() for row in alike])
+
+
+def by_what(rows: list[dict]) -> dict[str, list[dict]]:
+    return {what: [row for row in rows if row["what"] == what] for what in dict.fromkeys(row["what"] for row in rows)}
+
+
+def release(version: str) -> str:
+    """2.13.0+cpu -> 2.13.0"""
+    return version.partition("+")[0]
 
 
 def write(config: pytest.Config, name: str, value: object, cards: int = 2) -> None:
@@ -83,25 +107,6 @@ def machine(cards: int) -> dict[str, object]:
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
-
-
-@pytest.fixture(scope="session")
-def fault(request) -> Iterator[Callable[[str, str, str], None]]:
-    """fault(what, result, message): a row of saving.json, where --record says, or else as it was recorded."""
-    rows: dict[str, dict] = {}
-    recorded = Path(request.config.rootpath) / "zero_mini" / "measured" / "saving.json"
-
-    def keep(what: str, result: str, message: str) -> None:
-        rows[what] = {"fault": what, "result": result, "message": message}
-        if not request.config.getoption("--record"):
-            known = {row["fault"]: row["result"] for row in json.loads(recorded.read_text())}
-            assert known.get(what) == result, f"{what}: record it again with pytest --record {recorded.parent}"
-
-    yield keep
-    if rows and (folder := request.config.getoption("--record")):
-        path = Path(folder) / recorded.name
-        old = {row["fault"]: row for row in json.loads(path.read_text())} if path.is_file() else {}
-        path.write_text(json.dumps(list((old | rows).values()), indent=1) + "\n")
 
 
 def compact(text: str) -> str:

@@ -185,31 +185,32 @@ def recorded(name: str) -> list[dict]:
 
 def draw() -> str:
     """The page."""
-    faults = [
-        [row["what"], ", ".join(map(str, row["stages"])), row["culprit"], quoted(row["says"])]
-        for row in recorded("faults")
-    ]
     parts = [
         "# What goes wrong, and what happens then",
         "Drawn by `python tests/tables.py` from what the tests saw and recorded: `" + RECORD + "`.",
         "## One rank fails",
         "Real processes on gloo, 3 ranks. The others leave within 15 s of a death, or when the time-out that they were"
         " given is over (2 s here), and one of them says:",
-        table(["what happens", "stage", "to rank", "another rank says"], faults),
+        drawn("faults", {"what happens": "what", "stage": "stages", "to rank": "culprit", "another rank says": "says"}),
         "(torch's FSDP2 says nothing when ranks gather different units of one size: each computes with parts of both."
         " `test_fsdp2_says_nothing_when_ranks_gather_different_units` shows it.)",
     ]
-    saving = json.loads((MEASURED / "saving.json").read_text())
-    rows = [[row["fault"], row["result"], quoted(row["message"])] for row in saving]
     parts += [
         "## A checkpoint, or the job around it, is hurt",
         "What was saved before is whole in every case, and the newest whole one is used.",
-        table(["what happens", "result", "message"], rows),
+        drawn("saving", {"what happens": "what", "result": "result", "message": "says"}),
     ]
     for title, lines in (("Sharding and autograd", AUTOGRAD), ("Numbers", NUMBERS)):
         rows = [[line, outcome(tests), "<br>".join(map(shown, tests))] for line, tests in lines.items()]
         parts += [f"## {title}", table(["what goes wrong elsewhere", "here", "shown by"], rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def drawn(name: str, columns: dict[str, str]) -> str:
+    """What was recorded, row by row; `columns`: the head of each -> the cell that is in it."""
+    shown = {"stages": lambda stages: ", ".join(map(str, stages)), "says": quoted}
+    rows = [[shown.get(key, str)(row[key]) for key in columns.values()] for row in recorded(name)]
+    return table(list(columns), rows)
 
 
 def outcome(tests: list[str]) -> str:
@@ -223,7 +224,7 @@ def outcome(tests: list[str]) -> str:
         if bad:
             stages = ", ".join(map(str, sorted(bad[0]["stages"])))
             where = "" if stages in ("any", "0, 1, 2, 3") else f" (stage {stages})"
-            seen.append(f"{'or ' if good else ''}raises{where}: {quoted(bad[0]['result'].partition(': ')[2])}")
+            seen.append(f"{'or ' if good else ''}raises{where}: {quoted(bad[0]['says'])}")
     return "<br>".join(dict.fromkeys(seen)) or "right"
 
 

@@ -453,7 +453,7 @@ def told(text: str, folder: Path) -> str:
     )
 
 
-def test_a_full_disk_is_the_same_error_on_all_ranks_and_harms_nothing(ranks, tmp_path, fault):
+def test_a_full_disk_is_the_same_error_on_all_ranks_and_harms_nothing(ranks, tmp_path, row):
     commit = checkpoint.commit
 
     def full(victim, limit, at_the_manifest, background):
@@ -494,12 +494,11 @@ def test_a_full_disk_is_the_same_error_on_all_ranks_and_harms_nothing(ranks, tmp
         folder = tmp_path / f"{victim}-{limit}"
         assert reason.startswith(f"rank {victim}: {folder}/step-2") and "File too large; make room" in reason
         assert names_in(folder) == ["lock", "step-1", "step-2"]
-    fault(
-        "the disk is full during a save", "the save fails on all ranks, earlier checkpoints stay", told(reason, folder)
-    )
+    result = "the save fails on all ranks, earlier checkpoints stay"
+    row("saving", "the disk is full during a save", result=result, says=told(reason, folder))
 
 
-def test_a_folder_that_must_not_be_written_to(ranks, fault):
+def test_a_folder_that_must_not_be_written_to(ranks, row):
     def read_only(folder):
         job = Job(1)
         owner = os.geteuid()
@@ -515,7 +514,7 @@ def test_a_folder_that_must_not_be_written_to(ranks, fault):
             reason = one_reason(ranks(2).run(read_only, path))
             assert reason.startswith(f"rank 0: {path}") and "Permission denied; make room, or choose" in reason
         assert os.listdir(folder) == []
-    fault("the folder is read-only", "refused on all ranks", told(reason, Path(folder)))
+    row("saving", "the folder is read-only", result="refused on all ranks", says=told(reason, Path(folder)))
 
 
 def test_what_a_checkpoint_cannot_hold_is_refused(ranks, tmp_path):
@@ -547,13 +546,14 @@ def test_what_a_checkpoint_cannot_hold_is_refused(ranks, tmp_path):
     assert [name for name in names_in(tmp_path) if name.startswith("step")] == ["step-2"]
 
 
-def test_two_jobs_in_one_folder(ranks, tmp_path, fault):
+def test_two_jobs_in_one_folder(ranks, tmp_path, row):
     (tmp_path / "step-1.tmp").mkdir()
     with filelock.FileLock(tmp_path / "lock"):
         reason = one_reason(ranks(2).run(lambda: refused(lambda: Checkpoints(tmp_path, Job(1).zero))))
         assert names_in(tmp_path) == ["lock", "step-1.tmp"]
     assert reason == f"rank 0: another job is writing to {tmp_path}: give each a folder of its own"
-    fault("two jobs write to one folder", "the second is refused on all ranks", told(reason, tmp_path))
+    result = "the second is refused on all ranks"
+    row("saving", "two jobs write to one folder", result=result, says=told(reason, tmp_path))
 
     def in_turns():
         first, second = Job(1), Job(1)
@@ -648,7 +648,7 @@ def test_300_flipped_bits_are_found(copy):
     assert problem_of(copy / "step-2") is None
 
 
-def test_damage_is_the_same_error_on_all_ranks_and_changes_nothing(ranks, copy, tmp_path, fault):
+def test_damage_is_the_same_error_on_all_ranks_and_changes_nothing(ranks, copy, tmp_path, row):
     ranks(2).run(partial(saved_state, tmp_path / "other", stage=1, optimizer=fused_adamw))
     good = tmp_path / "good"
     (copy / "step-2").rename(good)
@@ -684,10 +684,11 @@ def test_damage_is_the_same_error_on_all_ranks_and_changes_nothing(ranks, copy, 
         assert reasons == [reasons[0]] * M
     for (name, (_, words)), path, reason in zip(damages.items(), paths, reasons[0]):
         assert words in reason and str(path) in reason
-        fault(f"asked for by name: {name}", "refused on all ranks, nothing is changed", told(reason, path.parent))
+        result = "refused on all ranks, nothing is changed"
+        row("saving", f"asked for by name: {name}", result=result, says=told(reason, path.parent))
 
 
-def test_the_newest_whole_one_is_loaded_and_what_was_skipped_is_said(ranks, copy, fault):
+def test_the_newest_whole_one_is_loaded_and_what_was_skipped_is_said(ranks, copy, row):
     shutil.copytree(copy / "step-2", copy / "step-3.tmp")
     shutil.copytree(copy / "step-2", copy / "step-10")
     (copy / "step-10" / "rank-0.pt").unlink()
@@ -705,7 +706,8 @@ def test_the_newest_whole_one_is_loaded_and_what_was_skipped_is_said(ranks, copy
     assert (path, step) == (copy / "step-1", 1)
     assert len(skipped) == 2 and f"rank 0: {copy / 'step-10' / 'rank-0.pt'} is missing" in skipped[0]
     assert skipped[1].startswith(f"rank 1: {copy / 'step-2' / 'rank-1.pt'} has sha256 ")
-    fault("the newest checkpoint is damaged", "the one before is used", told("skipped: " + skipped[1], copy))
+    says = told("skipped: " + skipped[1], copy)
+    row("saving", "the newest checkpoint is damaged", result="the one before is used", says=says)
     (copy / "step-1" / "manifest.json").unlink()
     for reason in {tuple(reasons) for reasons in ranks(2).run(unloadable, [copy], [{}])}.pop():
         assert reason.startswith("no checkpoint is whole: rank 0: ") and reason.count(str(copy)) == 3
@@ -717,7 +719,7 @@ def frozen_first(model: Stack) -> Stack:
     return model
 
 
-def test_another_models_checkpoint_is_refused(ranks, copy, fault):
+def test_another_models_checkpoint_is_refused(ranks, copy, row):
     others = [
         (
             {"case": Case(lambda: Stack(*[Block(hidden=8) for _ in range(3)]))},
@@ -737,7 +739,8 @@ def test_another_models_checkpoint_is_refused(ranks, copy, fault):
     for (_, words), reason in zip(others, first):
         assert f"{copy / 'step-2'} is of another model: {words}" in reason
         assert "build model, optimizer and param groups as they were" in reason
-    fault("a checkpoint of another model", "refused on all ranks, nothing is changed", told(first[0], copy))
+    result = "refused on all ranks, nothing is changed"
+    row("saving", "a checkpoint of another model", result=result, says=told(first[0], copy))
 
 
 # --- a crash ----------------------------------------------------------------------------------
@@ -789,7 +792,7 @@ def next_saves(folders: list[Path], steps: dict[int, dict]) -> None:
         assert problem_of(folder / f"step-{job.step}") is None
 
 
-def test_a_kill_at_any_durable_action_leaves_a_checkpoint_that_loads(ranks, saved, tmp_path, fault):
+def test_a_kill_at_any_durable_action_leaves_a_checkpoint_that_loads(ranks, saved, tmp_path, row):
     whole = shutil.copytree(saved, tmp_path / "whole")
     counts = ranks(2).run(dying, whole, victim=-1, number=0)
     assert counts[0] >= 14 and counts[1] >= 3
@@ -814,9 +817,10 @@ def test_a_kill_at_any_durable_action_leaves_a_checkpoint_that_loads(ranks, save
 
     steps = {step: ranks(2).run(state, whole / f"step-{step}")[0] for step in (2, 3)}
     ranks(1).run(next_saves, folders, steps)
-    fault(
+    row(
+        "saving",
         "a rank is killed (SIGKILL) in a save",
-        "the newest checkpoint is the last one that was committed",
-        f"killed before each of {counts[0]} durable actions of rank 0 and {counts[1]} of rank 1: all "
+        result="the newest checkpoint is the last one that was committed",
+        says=f"killed before each of {counts[0]} durable actions of rank 0 and {counts[1]} of rank 1: all "
         f"{len(folders)} folders load, to the bit",
     )

@@ -269,7 +269,7 @@ def test_a_taken_port_is_said(row):
         with pytest.raises(OwnRefusal) as caught:
             open_store(Place(0, 2, 0, 2), environ, timedelta(seconds=2))
     assert re.match(rf"port {port} is taken; choose another MASTER_PORT, or torchrun --standalone", str(caught.value))
-    row("faults", "the port is taken", stage="any", culprit=0, says=str(caught.value).replace(str(port), "29500"))
+    row("faults", "the port is taken", culprit=0, says=str(caught.value).replace(str(port), "29500"))
 
 
 # --- what pages show ------------------------------------------------------------------------------

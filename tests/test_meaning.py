@@ -30,6 +30,7 @@ D_IN, D, D_OUT, ROWS = 4, 8, 3, 12  # ROWS a batch: 1, 2 and 3 ranks divide it
 STAGES = (0, 1, 2, 3)
 EXACT, MIXED = None, torch.bfloat16  # zeroify's dtype
 TOLERANCE = {EXACT: 1e-5, MIXED: 0.015}  # a script moves parameters by more than ten times as much
+Note = Callable[[str, str], None]
 LOUD = ("RuntimeError", "ValueError", "NotImplementedError", "AssertionError")  # others are accidents
 
 
@@ -211,7 +212,7 @@ def run_twice(script, build, optimizer, before, **wrap):
 class Compare:
     """compare(script): run it both ways at this stage and precision, and hold the two against each other."""
 
-    def __init__(self, ranks, stage: int, dtype: torch.dtype | None, note: Callable[[str], None] = len):
+    def __init__(self, ranks, stage: int, dtype: torch.dtype | None, note: Note = lambda result, says: None):
         self.ranks, self.stage, self.dtype = ranks, stage, dtype
         self.note = note  # of what came of it
 
@@ -243,7 +244,8 @@ class Compare:
                 self.check(f"{name} of rank 0", own_state[name], results[0][2][1][name], may_be_nan, tolerance=0)
             farthest = max((state[name] - start[name]).abs().max() for name in state)
             assert farthest > 10 * TOLERANCE[self.dtype], "this script could not tell"
-        self.note("as alone" if errors[0] is None else errors[0].splitlines()[-1])
+        result, _, says = ("as alone" if errors[0] is None else errors[0].splitlines()[-1]).partition(": ")
+        self.note(result, says)
         return errors[0]
 
     def check(self, what: str, own, expected, may_be_nan: bool, tolerance: float | None = None) -> None:
@@ -273,8 +275,8 @@ def compare_fp32(request, ranks, row) -> Compare:
     return Compare(ranks, request.param, EXACT, noting(request, row, request.param))
 
 
-def noting(request, row, stage: int) -> Callable[[str], None]:
-    return lambda result: row("models", request.node.originalname, stage=stage, result=result)
+def noting(request, row, stage: int) -> Note:
+    return lambda result, says: row("models", request.node.originalname, stage, result=result, says=says)
 
 
 # --- reading a parameter ------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def each_stage(case: Case, loop: Loop) -> dict[int, Run]:
 
 def note(row, name: str) -> None:
     for stage in EVERY_MODEL[name].stages:
-        row("models", f"the model '{name}'", stage=stage, result="as torch DDP")
+        row("models", f"the model '{name}'", stage, result="as torch DDP", says="")
 
 
 # --- against torch DDP ----------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def test_other_ranks_and_another_stage_go_on_with_the_same_data(ranks, text, tmp
     assert losses[1] == pytest.approx(losses[0][1:], rel=1e-5)  # at steps 4, 6 and 7
 
 
-def test_sigterm_to_one_rank_saves_on_all_at_one_step(ranks, text, whole, tmp_path, fault):
+def test_sigterm_to_one_rank_saves_on_all_at_one_step(ranks, text, whole, tmp_path, row):
     def train_until_told():
         steps, accumulate = 0, train_gpt.accumulate
 
@@ -125,7 +125,7 @@ def test_sigterm_to_one_rank_saves_on_all_at_one_step(ranks, text, whole, tmp_pa
     ranks(2).run(train, *argv)
     assert learnt(tmp_path / "run") == learnt(whole) and same_weights(tmp_path / "run", whole)
     result = "all ranks save at the end of one step and leave with status 143"
-    fault("one rank is told to leave (SIGTERM)", result, message.removeprefix("Stopped: "))
+    row("saving", "one rank is told to leave (SIGTERM)", result=result, says=message.removeprefix("Stopped: "))
 
 
 def test_the_status_of_a_run_that_was_told_to_leave_is_the_shells(alone, capsys, monkeypatch, text, tmp_path):
@@ -141,7 +141,7 @@ def test_the_status_of_a_run_that_was_told_to_leave_is_the_shells(alone, capsys,
     assert "train_gpt.py: error: ended by SIGTERM after step 1, which is saved" in capsys.readouterr().err
 
 
-def test_torchrun_starts_ranks_again_and_they_go_on_by_themselves(text, whole, tmp_path, fault):
+def test_torchrun_starts_ranks_again_and_they_go_on_by_themselves(text, whole, tmp_path, row):
     (tmp_path / "killing.py").write_text(
         f"""
 import os, signal, sys
@@ -167,17 +167,18 @@ train_gpt.main()
     assert done.returncode == 0, done.stderr
     assert f"goes on from {tmp_path / 'run' / 'step-2'}" in done.stdout
     assert learnt(tmp_path / "run") == learnt(whole) and same_weights(tmp_path / "run", whole)
-    fault(
+    row(
+        "saving",
         "a rank is killed (SIGKILL) under torchrun --max-restarts",
-        "all start again and end with the bits of a run that nothing ended",
-        "goes on from DIR/step-2",
+        result="all start again and end with the bits of a run that nothing ended",
+        says="goes on from DIR/step-2",
     )
 
 
 # --- what does not go on ----------------------------------------------------------------------
 
 
-def test_another_run_is_refused(ranks, text, whole, tmp_path, fault):
+def test_another_run_is_refused(ranks, text, whole, tmp_path, row):
     other = tmp_path / "other.txt"
     other.write_text(text.read_text().replace("a", "b"))
     shutil.copytree(whole / "step-3", tmp_path / "run" / "step-3")
@@ -202,7 +203,7 @@ def test_another_run_is_refused(ranks, text, whole, tmp_path, fault):
         assert words in reason and reason == other_reason.replace(str(tmp_path / "run"), "DIR")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lock", "step-3"]
     reason = first[0].replace(str(tmp_path / "run"), "DIR").removeprefix("Refusal: ")
-    fault("a run goes on with other arguments", "refused on all ranks", reason)
+    row("saving", "a run goes on with other arguments", result="refused on all ranks", says=reason)
 
 
 def test_a_second_job_leaves_the_first_ones_metrics_alone(ranks, text, tmp_path):
@@ -214,7 +215,7 @@ def test_a_second_job_leaves_the_first_ones_metrics_alone(ranks, text, tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == "of the first"
 
 
-def test_a_state_that_is_not_finite_is_not_saved(ranks, text, tmp_path, fault):
+def test_a_state_that_is_not_finite_is_not_saved(ranks, text, tmp_path, row):
     argv = ["--data", text, "--out", tmp_path, "--save-every", 1, "--log-every", 100]
     ranks(2).run(train, *argv, "--steps", 2)
 
@@ -230,7 +231,8 @@ def test_a_state_that_is_not_finite_is_not_saved(ranks, text, tmp_path, fault):
     reasons = set(ranks(2).run(exploding))
     assert reasons == {"Refusal: loss is nan at step 3 on rank 0; lower --lr (0.02)"}
     assert [path.name for path in checkpoints(tmp_path)] == ["step-2", "step-1"]
-    fault("the loss is not finite", "ends on all ranks, and is not saved", reasons.pop().removeprefix("Refusal: "))
+    says = reasons.pop().removeprefix("Refusal: ")
+    row("saving", "the loss is not finite", result="ends on all ranks, and is not saved", says=says)
 
 
 @pytest.mark.parametrize(
