@@ -26,6 +26,7 @@ Left out: several machines (torchrun does that), and output while the function s
 """
 
 import contextlib
+import gc
 import importlib
 import io
 import linecache
@@ -56,6 +57,7 @@ from zero_mini.whereabouts import LostRank
 START_S = 120.0  # for all ranks to start and to find each other
 GRACE_S = 2.0  # after the first failure, for the other ranks to say what they saw
 WHERE = b"where are you?"
+TIDY_UP = b"all ranks are done"
 # How a rank reports that it is *another* rank that went away, in the middle of a collective.
 LOST_PEER = re.compile("closed by peer|reset by peer|broken pipe|connection refused|remote process exited", re.I)
 
@@ -136,6 +138,9 @@ class Ranks:
         except BaseException:  # a Ctrl-C too: no rank outlives its call
             self.close()
             raise
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(TIDY_UP)
         self._print_outputs()
         return [_unpack(result) for result in results]
 
@@ -354,8 +359,13 @@ def _serve(rank: int, pipe: Connection, output_path: str, environment: dict[str,
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     one_at_a_time = threading.Lock()
     threading.Thread(target=_listen, args=(pipe, calls, one_at_a_time), daemon=True).start()
+    gc.freeze()  # what torch is made of is no garbage: _tidy_up() need not look at 300,000 objects
     while True:
-        reply = _answer(rank, calls.get())
+        call = calls.get()
+        if call == TIDY_UP:
+            _tidy_up()
+            continue
+        reply = _answer(rank, call)
         sys.stdout.flush()
         with one_at_a_time:
             pipe.send(reply)
@@ -383,17 +393,25 @@ def _answer(rank: int, call: bytes) -> bytes | _Failure:
     try:
         function, args, kwargs, lines = _unpack(call)
         linecache.cache.update(lines)
-        result = _pack(function(*args, **kwargs))
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)  # each keeps three threads and several sockets
-        return result
+        return _pack(function(*args, **kwargs))
     except SystemExit as error:
         return _Failure(rank, time.monotonic(), f"called sys.exit({error.code!r})")
     except BaseException as error:
         what = "".join(traceback.format_exception_only(error)).rstrip()
         stack = traceback.format_exception(type(error), error, error.__traceback__.tb_next)  # without this function
         return _Failure(rank, time.monotonic(), f"raised {what}", "".join(stack).rstrip())
+
+
+def _tidy_up() -> None:
+    """Leave the groups that the call made: each has sockets and three threads, one of which wakes 100 times a second.
+
+    Only when all ranks are done may it be taken from the others. And what refers to it has to go: a model does, and is
+    in a cycle with its hooks.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 def _join(rank: int, world_size: int, backend: str, device: str, port: int, timeout_s: float) -> None:
