@@ -49,7 +49,7 @@ def parities(cases: list, loops: list[Loop], reference: type = TorchDDP) -> list
 
 @pytest.mark.parametrize("name", ZOO)
 def test_every_model_trains_as_under_torch_ddp(ranks, name):
-    assert agree(ranks(2).run(parities, [ZOO[name]], [Loop("AdamW", offload="host")]))
+    assert agree(ranks(2).run(parities, [ZOO[name]], [Loop("AdamW", offload="host", watch=False)]))
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
