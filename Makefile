@@ -13,9 +13,11 @@ ARGS ?=
 train: .venv/installed
 	.venv/bin/torchrun --standalone --nproc-per-node $(N) zero_mini/train_gpt.py --stage $(STAGE) $(ARGS)
 
+# Two files at a time: most tests are ranks that wait for each other.
 test: .venv/installed-test
-	.venv/bin/python -m pytest $(ARGS)
-	.venv/bin/python -m pytest --nbval --nbval-current-env notebooks --ignore notebooks/student
+	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile \
+		--nbval --nbval-current-env notebooks --ignore notebooks/student
 
 course: .venv/installed-lessons
 	.venv/bin/jupyter lab notebooks

@@ -125,3 +125,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", metavar="DIR", help="folder for what tests measure, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record") and config.getoption("numprocesses", None):
+        raise pytest.UsageError("--record writes a table when all its tests have run, in one process: leave out -n")

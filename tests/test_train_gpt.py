@@ -1,7 +1,9 @@
 """The trainer: the same result at every stage and number of ranks, and one line for whatever cannot be trained."""
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -80,9 +82,12 @@ def losses(folder: Path) -> list[float]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One below 32768, which no system gives to a socket that asks for any: those of other tests will not take it."""
+    for port in random.SystemRandom().sample(range(20000, 29000), 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("100 ports below 29000 are taken")
 
 
 @pytest.fixture
