@@ -7,7 +7,7 @@ STAGE ?= 2
 N ?= 2
 ARGS ?=
 
-.PHONY: train test lint course lessons student slides address
+.PHONY: train test matrix lint course lessons student slides address
 .NOTPARALLEL:
 
 train: .venv/installed
@@ -18,6 +18,11 @@ test: .venv/installed-test
 	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile \
 		--nbval --nbval-current-env notebooks --ignore notebooks/student
+
+# A quick part of the tests on Python 3.10 to 3.13, each with three releases of torch; fewer, and builds without CUDA:
+#     make matrix ARGS="--python 3.12 --torch 2.9 newest --index-url https://download.pytorch.org/whl/cpu"
+matrix:
+	$(PYTHON) tests/matrix.py $(ARGS)
 
 course: .venv/installed-lessons
 	.venv/bin/jupyter lab notebooks

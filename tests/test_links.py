@@ -1,0 +1,107 @@
+"""Every link in documents, decks and lessons has the form of one that leads somewhere.
+
+Within the repository: a file, and a heading in it. Elsewhere: https, at a host that is named here. Nothing is fetched.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+mistune = pytest.importorskip("mistune")  # the Markdown parser of nbconvert, and so of Jupyter
+
+ROOT = Path(__file__).parents[1]
+PLACES = ("*.md", "[!.]*/*.md", "slides/decks/*.md", "notebooks/*.ipynb")
+DOCUMENTS = sorted({path for place in PLACES for path in ROOT.glob(place)})
+HOSTS = ("arxiv.org", "colab.research.google.com", "github.com", "kaggle.com", "marp.app")
+
+
+def text_of(path: Path) -> str:
+    if path.suffix == ".md":
+        return path.read_text()
+    cells = json.loads(path.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+def tokens(text: str) -> Iterator[dict]:
+    """Every part of a Markdown text, those within others too."""
+    waiting = mistune.create_markdown(renderer="ast", plugins=["table", "url", "math"])(text)
+    while waiting:
+        token = waiting.pop(0)
+        yield token
+        waiting = token.get("children", []) + waiting
+
+
+def links(text: str) -> list[str]:
+    return [token["attrs"]["url"] for token in tokens(text) if token["type"] in ("link", "image")]
+
+
+def anchors(text: str) -> list[str]:
+    """What GitHub calls each heading.
+
+    >>> anchors("# Two commands\\n\\n## What `zero1.py` adds, and why")
+    ['two-commands', 'what-zero1py-adds-and-why']
+    """
+    headings = [token["children"] for token in tokens(text) if token["type"] == "heading"]
+    words = ["".join(token.get("raw", "") for token in heading) for heading in headings]
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in words]
+
+
+def wrong(link: str, path: Path) -> str | None:
+    """What is wrong with a link that stands in the file `path`."""
+    url = urlsplit(link)
+    if url.scheme == "figure" and path.parent.name == "decks":
+        return None  # a picture by name: assemble.py draws it, tests/test_slides.py looks for it
+    if url.scheme or url.netloc:
+        if url.scheme != "https" or url.netloc not in HOSTS:
+            return "not https at a host of HOSTS"
+        if url.netloc == "arxiv.org" and not re.fullmatch(r"/abs/\d{4}\.\d{5}", url.path):
+            return "not an abstract's address"
+        return None
+    target = path.parent / unquote(url.path) if url.path else path
+    if not target.exists():
+        return "no such file"
+    if url.fragment and url.fragment not in anchors(text_of(target)):
+        return "no such heading"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path):
+    assert [(link, why) for link in links(text_of(path)) if (why := wrong(link, path))] == []
+
+
+def test_links_are_found_wherever_they_stand():
+    readme = links((ROOT / "README.md").read_text())
+    assert {"zero_mini/measured/moments.png", "notebooks/GLOSSARY.md", "CONTRIBUTING.md"} <= set(readme)
+    assert sum(link.startswith("https://colab") and link.endswith(".ipynb") for link in readme) == len(
+        list(ROOT.glob("notebooks/*.ipynb"))
+    )
+    assert links("| a |\n|---|\n| [b](c) |\n\n[d][e] ![f](g) `[h](i)` https://j.k\n\n[e]: l") == [
+        "c",
+        "l",
+        "g",
+        "https://j.k",
+    ]
+
+
+@pytest.mark.parametrize(
+    "link, why",
+    [
+        ("CONTRIBUTING.md", None),
+        ("README.md#two-commands", None),
+        ("#the-course", None),
+        ("https://arxiv.org/abs/1910.02054", None),
+        ("CONTRIBUTE.md", "no such file"),
+        ("README.md#three-commands", "no such heading"),
+        ("#the-curse", "no such heading"),
+        ("http://arxiv.org/abs/1910.02054", "not https at a host of HOSTS"),
+        ("https://arxiv.org.example.com/abs/1910.02054", "not https at a host of HOSTS"),
+        ("https://arxiv.org/pdf/1910.02054", "not an abstract's address"),
+        ("figure:states", "not https at a host of HOSTS"),
+    ],
+)
+def test_a_wrong_link_is_found(link, why):
+    assert wrong(link, ROOT / "README.md") == why
