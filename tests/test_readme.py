@@ -1,6 +1,7 @@
 """What the README says was measured is what the recorded runs say."""
 
 import json
+import re
 from pathlib import Path
 
 import models as models_zoo
@@ -107,3 +108,9 @@ def test_the_readmes_bytes_of_activations_are_those_of_the_recorded_run():
     assert f"({run['model']}, batch {run['batch']}, stage 0, one {card}: forward leaves" in readme
     assert f"forward leaves {kept[0]}, {kept[1]} and {kept[2]} for backward" in readme
     assert f"a step takes {ms[0]}, {ms[1]} and {ms[2]} ms" in readme
+
+
+def test_every_file_of_the_package_has_its_place_in_the_reading_order():
+    files = {path.name for path in (ROOT / "zero_mini").glob("*.py")} - {"__init__.py"}
+    for page in (ROOT / "README.md", ROOT / "zero_mini" / "__init__.py"):
+        assert files <= set(re.findall(r"\w+\.py", page.read_text())), page
