@@ -16,7 +16,7 @@ SMALL = GPTConfig(L=3, d=32, heads=1, vocab=32, T=8)
 class Trained:
     """A small GPT in bf16 after some steps; `passes` says how often one pass was taken."""
 
-    def __init__(self, stage, clip=None, touch=None, steps=4, allowed=True, **options):
+    def __init__(self, stage, clip=None, touch=None, steps=4, allowed=True, zeroes=True, **options):
         self.passes, suits, step = 0, one_pass.suits, one_pass.step
 
         def counted(zero):
@@ -42,7 +42,8 @@ class Trained:
                 if touch:
                     touch(zero)
                 optimizer.step()
-                optimizer.zero_grad()
+                if zeroes:
+                    optimizer.zero_grad()
             self.state = zero.state_dict()
         finally:
             one_pass.suits, one_pass.step = suits, step
@@ -79,6 +80,20 @@ def clipped_between_two_backwards(stage):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_comes_after_clipping_is_not_clipped(ranks, stage):
     assert ranks(2).run(clipped_between_two_backwards, stage) == [True, True]
+
+
+def without_zero_grad(stage):
+    one, three, zeroed = (
+        Trained(stage, clip=(0.5,), allowed=allowed, zeroes=zeroes)
+        for allowed, zeroes in ((True, False), (False, False), (True, True))
+    )
+    assert one.passes == 4 and one.seen != zeroed.seen
+    return one.seen == three.seen and same(one.state, three.state)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_that_nobody_zeroes_stay_clipped(ranks, stage):
+    assert ranks(2).run(without_zero_grad, stage) == [True, True]
 
 
 def doubled_by_hand(zero):

@@ -229,6 +229,38 @@ def test_units_that_are_nested_foreign_or_named_twice_are_refused(pair):
     check(lambda model: [model.blocks[0], model.blocks[0]], r"blocks\.0", "twice")
 
 
+WRONG_ARGUMENTS = {
+    "offload by nothing": ({"offload": ""}, ["offload must be 'host', a folder or None", "got ''"]),
+    "offload by yes": ({"offload": True}, ["offload must be 'host', a folder or None", "got True"]),
+    "dtype by name": ({"dtype": "bf16"}, ["floating-point", "torch.bfloat16", "got 'bf16'"]),
+    "whole numbers": ({"dtype": torch.int32}, ["floating-point", "got torch.int32"]),
+    "a unit that is no list": ({"units": nn.Linear(2, 2)}, ["units must be a list", "Linear", "list of one"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+def test_an_argument_of_another_kind_is_refused(pair, name):
+    arguments, expected = WRONG_ARGUMENTS[name]
+
+    def wrap(rank):
+        model = Tower()
+        zeroify(model, sgd(model), stage=2, **arguments)
+
+    check_refused(pair, wrap, "ValueError", *expected)
+
+
+def test_a_rank_outside_the_group_is_refused(pair):
+    def wrap(rank):
+        group = dist.new_group([0])
+        if rank == 1:
+            zeroify(Tower(), sgd(Tower()), group=group)
+
+    assert pair.run(complaint, wrap) == [
+        "",
+        "RuntimeError: rank 1 is not in the group: call zeroify() on its ranks alone",
+    ]
+
+
 WRONG_MODELS = {
     "meta": (lambda: with_layer(nn.Linear(2, 2, device="meta")), ["extra.weight", "meta", "initialise"]),
     "meta buffer": (lambda: with_layer(nn.BatchNorm1d(2, affine=False, device="meta")), ["extra.running_mean", "meta"]),

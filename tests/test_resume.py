@@ -255,9 +255,13 @@ def test_flags_that_do_not_go_together_are_refused(argv, line):
 
 def test_an_extra_that_is_not_installed_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for flag, extra in (("--tensorboard", "tensorboard"), ("--export-gpt2", "safetensors")):
+    for flag, extra in (
+        ("--tensorboard", "tensorboard"),
+        ("--export-gpt2", "safetensors"),
+        ("--init-from a.safetensors", "safetensors"),
+    ):
         with pytest.raises(ValueError, match=rf'{flag} needs a package: pip install "zero-mini\[{extra}\]"'):
-            train_gpt.prepare(parse([flag, "--out", str(tmp_path)]), Place(0, 1, 0, 1))
+            train_gpt.prepare(parse([*flag.split(), "--out", str(tmp_path)]), Place(0, 1, 0, 1))
 
 
 def test_tensorboard_has_what_metrics_have(ranks, text, tmp_path):

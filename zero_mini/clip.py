@@ -19,7 +19,9 @@ class Clipping:
 
     def forget_coefficient(self) -> None:
         """Gradients are what they are: nothing is to be multiplied in."""
-        self.coefficient: torch.Tensor | None = None  # of gradients, not multiplied in yet (0-dim): unscale, clip
+        # Of gradients, not multiplied in yet (0-dim): unscale, clip. A step in one pass leaves it so: gradients that
+        # nobody zeroes stay clipped.
+        self.coefficient: torch.Tensor | None = None
         self.clipped = False  # that of a clip is in it
 
     @torch.no_grad()

@@ -244,7 +244,8 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
                 self.follow(unit)
             self.publish(unit)
         self.published.clear()
-        self.forget_coefficient()
+        if self.scaler is not None:  # the next step's gradients have a scale of their own
+            self.forget_coefficient()
         self.comm.end_step()
         self.end_scaling()
 
