@@ -225,4 +225,4 @@ def test_the_largest_gpt_on_one_gpu(record):
     print(L, found["host"])
     found["host"]["host_available_bytes"] = available
     record("offload_largest", found, cards=1)
-    assert found["host"]["psi"] > 1.3 * found["none"]["psi"]
+    assert 14 * found["host"]["psi"] > room > 14 * found["none"]["psi"]  # bytes: its states alone would not fit

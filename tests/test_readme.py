@@ -32,6 +32,8 @@ def test_the_readmes_numbers_are_those_of_the_recorded_runs():
 
 def test_the_readme_counts_the_cells_that_passed_on_gpus():
     lessons = recorded("lessons")["lessons"]["cells"]
+    # Its words were older than a record that it reads, which the README says.
+    assert {lesson: found["failed"] for lesson, found in lessons.items() if found["failed"]} == {"06_activations": 1}
     passed, failed = (sum(found[result] for found in lessons.values()) for result in ("passed", "failed"))
     words = f"{passed} of {passed + failed} cells of lessons 00 to {max(lessons)[:2]} print"
     assert words in " ".join((ROOT / "README.md").read_text().split())

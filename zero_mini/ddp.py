@@ -244,8 +244,6 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
                 self.follow(unit)
             self.publish(unit)
         self.published.clear()
-        if self.scaler is not None:  # the next step's gradients have a scale of their own
-            self.forget_coefficient()
         self.comm.end_step()
         self.end_scaling()
 

@@ -136,4 +136,5 @@ class Scaling:
         self.stepped = not self.overflow
         if self.scaler is not None:
             self.scaled, self.overflow = False, None
+            self.forget_coefficient()  # the next step's gradients have a scale of their own
             self.scaler.update(not self.stepped)

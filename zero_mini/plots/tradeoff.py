@@ -17,18 +17,20 @@ from zero_mini.plots.frame import LETTER_IN, page, panel, scale, words
 from zero_mini.plots.palette import ACTIVATIONS, COMMUNICATION, FAINT, INK, STAGE, tint
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = (INK, ACTIVATIONS, COMMUNICATION, tint(ACTIVATIONS, 0.5))
 ACROSS_IN, DOWN_IN = 6.0, 2.6
 MARKS = ("o", "s", "^", "D")
+PEAK = "peak, GB (1e9 bytes)"
 
 
 def draw_tradeoff(
     dots: dict[str, list[tuple[float, float, str]]],
     title: str,
     note: str = "",
-    of: str = "peak, GB (1e9 bytes)",
+    of: str = PEAK,
     law: Sequence[tuple[float, float]] = (),
 ) -> Figure:
     """dots: a kind (its colour and mark) -> (bytes, milliseconds, what stands beside the dot).
@@ -38,11 +40,8 @@ def draw_tradeoff(
     figure = page(4.1, title, note)
     kinds = dict(zip(dots, COLOURS))
     words(figure, 0.1, 0.6, kinds)
-    axes = panel(figure, 0.6, 0.95, ACROSS_IN, DOWN_IN)
-    scale(axes, "bottom", of)
-    scale(axes, "left", "ms a step")
     everything = [(nbytes / 1e9, ms) for points in dots.values() for nbytes, ms, _ in points]
-    right, top = 1.12 * max(x for x, _ in everything), 1.15 * max(y for _, y in everything)
+    axes, right, top = plane(figure, of, everything)
     for nbytes, ms in law:
         axes.plot([nbytes / 1e9], [ms], marker="|", markersize=22, color=FAINT, zorder=1)
     for (kind, points), mark in zip(dots.items(), MARKS):
@@ -53,7 +52,6 @@ def draw_tradeoff(
                 inches = [((u - x) / right * ACROSS_IN, (v - y) / top * DOWN_IN) for u, v in everything]
                 aside = {"xytext": (-5, 3), "ha": "right"} if is_met(text, inches) else {"xytext": (5, 3)}
                 axes.annotate(text, (x, y), textcoords="offset points", fontsize=7.5, color=INK, **aside)
-    axes.set(xlim=(0, right), ylim=(0, top))
     return figure
 
 
@@ -62,9 +60,8 @@ def draw_ways(ways: dict[str, dict[int, list[tuple[float, float]]]], title: str,
     figure = page(4.1, title, note)
     stages = sorted({stage for points in ways.values() for stage in points})
     words(figure, 0.1, 0.6, {f"stage {stage}": STAGE[stage] for stage in stages})
-    axes = panel(figure, 0.6, 0.95, ACROSS_IN, DOWN_IN)
-    scale(axes, "bottom", "peak, GB (1e9 bytes)")
-    scale(axes, "left", "ms a step")
+    everything = [(nbytes / 1e9, ms) for points in ways.values() for pair in points.values() for nbytes, ms in pair]
+    axes, _, _ = plane(figure, PEAK, everything)
     for (way, points), mark in zip(ways.items(), MARKS):
         axes.scatter([], [], color=FAINT, marker=mark, s=34, label=way)
         for stage, pair in points.items():
@@ -72,9 +69,17 @@ def draw_ways(ways: dict[str, dict[int, list[tuple[float, float]]]], title: str,
                 look = {"marker": mark, "s": 34, "edgecolors": STAGE[stage], "facecolors": inside}
                 axes.scatter(nbytes / 1e9, ms, linewidths=1.2, zorder=2, **look)
     axes.legend(loc="lower left", frameon=False, fontsize=7.5)
-    everything = [point for points in ways.values() for pair in points.values() for point in pair]
-    axes.set(xlim=(0, 1.12e-9 * max(x for x, _ in everything)), ylim=(0, 1.15 * max(y for _, y in everything)))
     return figure
+
+
+def plane(figure: Figure, of: str, dots: list[tuple[float, float]]) -> tuple[Axes, float, float]:
+    """Where dots (GB, ms) will lie, from 0 to some more than the largest: the axes, and both ends."""
+    axes = panel(figure, 0.6, 0.95, ACROSS_IN, DOWN_IN)
+    scale(axes, "bottom", of)
+    scale(axes, "left", "ms a step")
+    right, top = 1.12 * max(x for x, _ in dots), 1.15 * max(y for _, y in dots)
+    axes.set(xlim=(0, right), ylim=(0, top))
+    return axes, right, top
 
 
 def is_met(text: str, others: list[tuple[float, float]]) -> bool:
