@@ -55,13 +55,15 @@ def step(model, optimizer, tokens, micro_batches: int = 1) -> torch.Tensor:
     return loss.detach() * micro_batches
 
 
-def master_after(steps: int, stage: int, offload: str | None, sgd: bool = False) -> list[torch.Tensor]:
+def master_after(
+    steps: int, stage: int, offload: str | None, sgd: bool = False, micro_batches: int = 1
+) -> list[torch.Tensor]:
     """The fp32 values after so many steps on this rank's tokens, on the CPU."""
     model, optimizer, zero = make(SMALL, stage, offload, sgd)
     generator = torch.Generator().manual_seed(zero.rank)
     for _ in range(steps):
         tokens = torch.randint(SMALL.vocab, (4, SMALL.T + 1), generator=generator).cuda()
-        step(model, optimizer, tokens)
+        step(model, optimizer, tokens, micro_batches)
     return [value.cpu() for value in zero.state_dict()["model"].values()]
 
 
@@ -85,6 +87,9 @@ def late_copies():
 def compare_with_none(stage: int, folder: str) -> dict[str, float]:
     """The largest difference of an fp32 value after 5 steps, beside what the steps have moved at most."""
     found = {}
+    sums = master_after(3, stage, None, True, 3)
+    with late_copies():
+        assert all(map(torch.equal, sums, master_after(3, stage, "host", True, 3)))
     for sgd in (True, False):
         start, plain = master_after(0, stage, None, sgd), master_after(5, stage, None, sgd)
         host, disk = master_after(5, stage, "host", sgd), master_after(5, stage, folder, sgd)
@@ -224,5 +229,6 @@ def test_the_largest_gpt_on_one_gpu(record):
         found["host"] = alone.run(fits, GPTConfig(L=L, d=4096, heads=32, T=1024), 8, "host")[0]
     print(L, found["host"])
     found["host"]["host_available_bytes"] = available
-    record("offload_largest", found, cards=1)
+    card = torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0].lower()  # and with it the host
+    record(f"offload_largest_{card}", found, cards=1)
     assert 14 * found["host"]["psi"] > room > 14 * found["none"]["psi"]  # bytes: its states alone would not fit

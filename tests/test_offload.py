@@ -73,6 +73,26 @@ def test_every_loop_trains_as_under_torch_ddp(ranks, loop, tmp_path):
     assert agree(ranks(2).run(parities, [ZOO["tied embedding and head"]], [replace(loop, offload=str(tmp_path))]))
 
 
+def test_means_that_are_added_late_are_waited_for(ranks):
+    def work(loops: list[Loop]) -> list[str]:
+        from zero_mini.offload import Offload
+
+        add = Offload.add
+
+        def late(self, *args):
+            time.sleep(0.02)
+            add(self, *args)
+
+        Offload.add = late
+        try:
+            return parities([ZOO["tied embedding and head"]], loops)
+        finally:
+            Offload.add = add
+
+    loops = [Loop("AdamW", steps=2, micro_batches=3), Loop("SGD", steps=2, micro_batches=2, clip=(0.05, 2.0))]
+    assert agree(ranks(2).run(work, [replace(loop, offload="host") for loop in loops]))
+
+
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_in_bf16_it_is_torch_ddp_of_a_cast_copy(ranks, place, tmp_path):
     place = "host" if place == "host" else str(tmp_path)

@@ -118,7 +118,9 @@ class Checkpoints:
 
     def _copy(self, extra: dict) -> dict:
         zero = self.zero
-        if any(unit.reducing or (unit.own_grad is not None and unit.own_grad.any()) for unit in zero.units):
+        for unit in zero.units:
+            zero.at_hand(unit)
+        if any(unit.own_grad is not None and unit.own_grad.any() for unit in zero.units):
             raise ValueError("there are gradients, which no checkpoint holds: save after step() and zero_grad()")
         others = copy.deepcopy({**zero.settings(), "extra": extra})
         return {**take_out(zero), **others, "rng": rng_states(zero)}

@@ -15,7 +15,8 @@ grows with the tokens on the GPU and all that is done once a step on the CPU (th
 
 unlike the stage under it (1, 2 or 3):
   - own:         the master goes to the host; stage 3 keeps a 16-bit slice (S) on the GPU, from which gathers start
-  - finish:      a mean goes on down, without waiting, while backward goes on
+  - finish:      a mean goes on down, without waiting, while backward goes on; a further micro-batch's is added
+                 there by a thread, while this one gives the GPU its work
   - at_hand:     it has landed: this alone makes the host wait
   - begin_step:  one unit after the other: fp32 gradients of this unit, the optimizer's own step, a cast, and up
   - follow:      the cast goes up, while the next unit is updated
@@ -36,6 +37,7 @@ several NUMA nodes.
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -121,11 +123,13 @@ class Offload:
         self.resident: dict[Unit, Tensor] = {}  # stage 3: the own slice (S), in the model's dtype, on the GPU
         self.landing: dict[Unit, Tensor] = {}  # where a mean (S) arrives at the host
         self.sums: dict[Unit, Tensor] = {}  # of several micro-batches (S), in the master's dtype
-        self.falling: dict[Unit, tuple] = {}  # means on their way: (event, adds to what is there)
+        self.falling: dict[Unit, Callable[[], object]] = {}  # means on their way: what waits for it
+        self.adder = ThreadPoolExecutor(1)  # adds means up, while this thread gives the GPU its work
         self.rising: dict[Unit, torch.cuda.Event | None] = {}  # casts on their way
         self.sent: deque[Unit] = deque()  # reductions that may be under way still
         largest = max(unit.S for unit in self.units)
         self.scratch = torch.empty(min(PART, largest), dtype=self.master_dtype)  # fp32 gradients, while they are used
+        self.addend: Tensor | None = None  # the same, while they are added to sums
 
     def own(self, unit: Unit, values: Tensor) -> None:
         """As the stage does; then the master leaves the GPU."""
@@ -170,20 +174,29 @@ class Offload:
             unit.own_grad = self.sums[unit].copy_(place)
         if place is None or place.dtype != result.dtype:
             self.landing[unit] = place = self.link.host_buffer(unit.S, result.dtype)
-        self.falling[unit] = (self.link.down(result, place), unit.own_grad is not None)
-        if unit.own_grad is None:
-            unit.own_grad = place
+        event = self.link.down(result, place)
+        if unit.own_grad is not None:
+            unit.own_grad = unit.own_grad.to(self.master_dtype)
+            self.falling[unit] = self.adder.submit(self.add, unit.own_grad, place, event).result
+            return
+        unit.own_grad = place
+        if event is not None:
+            self.falling[unit] = event.synchronize
+
+    def add(self, total: Tensor, mean: Tensor, event: torch.cuda.Event | None) -> None:
+        """total (S) += mean (S), once it has arrived."""
+        if event is not None:
+            event.synchronize()
+        if self.addend is None:
+            self.addend = torch.empty_like(self.scratch)
+        for part, addend in zip(total.split(PART), mean.split(PART)):
+            part.add_(self.addend[: addend.numel()].copy_(addend))
 
     def land(self, unit: Unit) -> None:
-        """Wait for the mean that is on its way down, and add it to what is there."""
-        if unit in self.falling:
-            event, adds = self.falling.pop(unit)
-            if event is not None:
-                event.synchronize()
-            if adds:
-                unit.own_grad = unit.own_grad.to(self.master_dtype)
-                for total, mean in zip(unit.own_grad.split(PART), self.landing[unit].split(PART)):
-                    total.add_(self.scratch[: mean.numel()].copy_(mean))
+        """Wait for the mean that is on its way down, and until it is added to what is there."""
+        wait = self.falling.pop(unit, None)
+        if wait is not None:
+            wait()
 
     def at_hand(self, unit: Unit) -> None:
         """At the host."""
@@ -309,7 +322,9 @@ class Offload:
                 yield "gradients", unit.name, gradient
         for buffer in self.link.staging:
             yield "communication", "on their way up", buffer
-        yield "gradients", "fp32 of a part", self.scratch
+        for scratch in (self.scratch, self.addend):
+            if scratch is not None:
+                yield "gradients", "fp32 of a part", scratch
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
