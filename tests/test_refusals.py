@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from zero_mini import checks
+from zero_mini.loss_scale import LossScaler
 from zero_mini.ranks import Ranks
 from zero_mini.zeroify import zeroify
 
@@ -234,6 +235,7 @@ WRONG_ARGUMENTS = {
     "offload by yes": ({"offload": True}, ["offload must be 'host', a folder or None", "got True"]),
     "dtype by name": ({"dtype": "bf16"}, ["floating-point", "torch.bfloat16", "got 'bf16'"]),
     "whole numbers": ({"dtype": torch.int32}, ["floating-point", "got torch.int32"]),
+    "a scale without its rules": ({"scaler": 4.0}, [r"LossScaler\(scale=4.0\)", "got 4.0"]),
     "a unit that is no list": ({"units": nn.Linear(2, 2)}, ["units must be a list", "Linear", "list of one"]),
 }
 
@@ -404,6 +406,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 RANKS_DISAGREE = {
     "stage": (lambda rank: wrap_tower(stage=1 + rank), ["1", "2"]),
     "dtype": (lambda rank: wrap_tower(dtype=[torch.float32, torch.bfloat16][rank]), ["float32", "bfloat16"]),
+    "scaler": (lambda rank: wrap_tower(scaler=LossScaler(scale=2.0**rank)), ["scale=1.0", "scale=2.0"]),
     "units": (lambda rank: wrap_with_units(lambda model: list(model.blocks)[rank:]), [r"blocks\.0"]),
     "optimizer": (lambda rank: wrap_tower(optimizer=[sgd, adamw][rank]), ["SGD", "AdamW"]),
 }

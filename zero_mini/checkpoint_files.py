@@ -132,7 +132,10 @@ def examine(path: Path, rank: int = 0, world_size: int = 1, hashing: bool = True
         raise ValueError(f"{path / MANIFEST} is not as it was written: its own sha256 differs; {REPAIR}")
     manifest = json.loads(data)
     if manifest["format"] != FORMAT:
-        raise ValueError(f"{path} has format {manifest['format']}, this version of zero_mini reads {FORMAT}")
+        raise ValueError(
+            f"{path} has format {manifest['format']}, this version of zero_mini reads {FORMAT}: "
+            "load it with the version that wrote it"
+        )
     for index, told in enumerate(manifest["files"]):
         file = path / told["name"]
         if not file.is_file():

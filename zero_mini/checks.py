@@ -16,6 +16,7 @@ from torch import nn
 
 from zero_mini.comm import Comm
 from zero_mini.held import HeldParameter
+from zero_mini.loss_scale import LossScaler
 from zero_mini.units import find_blocks
 
 # Their update of an element looks at that element's gradient and state alone.
@@ -53,6 +54,7 @@ class Plan:
         elementwise: bool,
         can_initialise: bool,
         offload: str | os.PathLike | None = None,
+        scaler: LossScaler | None = None,
     ):
         self.model, self.optimizer, self.stage, self.compute_dtype = model, optimizer, stage, dtype
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -61,6 +63,7 @@ class Plan:
         self.reason = (
             self.refuse_stage(stage)
             or self.refuse_dtype(dtype)
+            or self.refuse_scaler(scaler)
             or self.refuse_offload(offload)
             or self.refuse_parameters(can_initialise)
             or self.refuse_units(units)
@@ -80,6 +83,12 @@ class Plan:
     def refuse_dtype(self, dtype: torch.dtype | None) -> str | None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             return f"dtype must be a floating-point one, as torch.bfloat16, or None (got {dtype!r})"
+        return None
+
+    def refuse_scaler(self, scaler: LossScaler | None) -> str | None:
+        self.scaler = scaler
+        if scaler is not None and not isinstance(scaler, LossScaler):
+            return f"scaler must be a LossScaler, as LossScaler(scale=4.0), or None (got {scaler!r})"
         return None
 
     def refuse_offload(self, offload: str | os.PathLike | None) -> str | None:
@@ -178,6 +187,7 @@ class Plan:
         told = {
             "stage": str(self.stage),
             "dtype": str(self.compute_dtype),
+            "scaler": str(self.scaler),
             "offload": "host" if self.offload == "host" else "a folder" if self.offload else "none",
             "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}",
         }

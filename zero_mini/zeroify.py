@@ -76,7 +76,7 @@ def zeroify(
     """
     checks.check_process_group(group)
     comm = Comm(group)
-    plan = checks.Plan(model, optimizer, stage, dtype, units, elementwise, initialise is not None, offload)
+    plan = checks.Plan(model, optimizer, stage, dtype, units, elementwise, initialise is not None, offload, scaler)
     checks.check_everywhere(plan, comm)
     if device is None:
         on_cuda = comm.is_nccl or plan.device.type == "cuda"
