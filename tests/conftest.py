@@ -30,6 +30,15 @@ def nccl():
         yield pool
 
 
+@pytest.fixture(scope="module", params=[2, 4, 8], ids="N = {}".format)
+def gpus(request):
+    """So many ranks, one GPU each."""
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs, has {torch.cuda.device_count()}")
+    with Ranks(request.param, backend="nccl", timeout_s=240) as pool:
+        yield pool
+
+
 @pytest.fixture
 def alone(monkeypatch):
     """In this process a job of one rank may start, whose process group does not outlive the test."""

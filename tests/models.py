@@ -985,8 +985,11 @@ def parity(case: Case, loop: Loop, stages: tuple[int, ...] = (0, 1, 2, 3), refer
 def alike_stages(case: Case, loop: Loop, world_size: int) -> list[tuple[tuple[int, ...], bool]]:
     """[(stages that add in the same order, does torch DDP add in that order too?)].
 
-    Two terms have one sum, three have several: at N >= 3 DDP's order depends on its buckets.
+    Two terms have one sum, three have several: at N >= 3 DDP's order depends on its buckets. And NCCL may add in a tree
+    for an all-reduce, which stage 0 does, while its reduce-scatter is a ring.
     """
+    if world_size > 2 and dist.get_backend() == "nccl":
+        return [((0,), False), *([((1, 2, 3), False)] if not loop.no_sync else [((1,), False), ((2, 3), False)])]
     if loop.micro_batches == 1:
         return [((0, 1, 2, 3), world_size == 1 or (world_size == 2 and not case.comes_twice))]
     if not loop.no_sync:  # DDP averages the sum of its last mean and this gradient, a stage adds two means

@@ -1,6 +1,6 @@
 """The same proof on NCCL, and what only a GPU can show: what the allocator says, and that the host never waits.
 
-pytest -m gpu tests/test_gpu.py                          # two CUDA devices
+pytest -m gpu tests/test_gpu.py                          # two CUDA devices; with 4 or 8, at N = 4 and 8 too
 pytest -m gpu tests/test_gpu.py --record zero_mini/measured   # and keep the numbers, with card and versions
 """
 
@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from models import RARE, ZOO, Loop, parity
+from test_parity import orders_of_summation
+from test_wire import expected_numel, steps
 
 from zero_mini.gpt import GPT, PRESETS, parameter_count
 from zero_mini.memory import model_state_bytes, walk
@@ -29,15 +31,44 @@ def parities(cases: list[tuple[str, Loop]]) -> dict[str, list[str]]:
     return {f"{name}, {loop}": parity((ZOO | RARE)[name], loop) for name, loop in cases}
 
 
-def test_every_stage_trains_as_torch_ddp_does_to_the_bit_on_nccl(nccl, record):
+def name_for(name: str, N: int) -> str:
+    """Of a record: that of two GPUs stands for itself."""
+    return name if N == 2 else f"{name}_{N}"
+
+
+def test_every_stage_trains_as_torch_ddp_does_on_nccl(gpus, record):
+    """At N = 2 to the bit; at N = 4 and 8 as near as two orders of summation can be, and stages 1 to 3 to the bit."""
     cases = [(name, Loop(optimizer)) for name in ZOO for optimizer in ("SGD", "AdamW")]
     cases += [(name, Loop("SGD")) for name in RARE]
     cases += [("plain blocks", Loop("SGD", steps=2, micro_batches=3, no_sync=True))]
     cases += [("tied embedding and head", Loop("AdamW", clip=(0.05, 2.0)))]
-    results = nccl.run(parities, cases)
+    results = gpus.run(parities, cases)
+    N = len(results)
     found = {case: result[case] for result in results for case in result if result[case]}
-    record("parity", {case: found.get(case, "equal to the bit") for case in results[0]})
+    as_expected = "equal to the bit" if N == 2 else f"no further apart than two sums over {N} ranks may be"
+    record(name_for("parity", N), {case: found.get(case, as_expected) for case in results[0]})
     assert not found
+
+
+def test_which_orders_of_summation_nccl_chooses(gpus, record):
+    """How many gradients of torch DDP with other buckets, and of stage 2, are not torch DDP's, and how far all three
+    are from the exact mean: no further than a sum of N terms may be."""
+    results = gpus.run(orders_of_summation)
+    (_, other_buckets, stage), gaps, _ = results[0]
+    found = {"other buckets": other_buckets, "stage 2": stage}
+    record(name_for("summation", len(results)), {"unlike torch DDP": found, "gaps to the exact mean": gaps})
+    for (none, *others), _, beyond in results:
+        assert none == 0 and not beyond
+        assert len(results) > 2 or others == [0, 0]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_on_nccl_sends_the_closed_form(gpus, stage):
+    for k in (1, 3):
+        for calls, units, _ in (results := gpus.run(steps, stage, micro_batches=k)):
+            share = (len(results) - 1) / len(results)
+            assert sum(numel for *_, numel in calls) == pytest.approx(expected_numel(stage, k, units) * share, abs=1e-6)
+            assert calls == results[0][0]
 
 
 def train_124M(stage: int, steps: int = 4) -> dict:
@@ -89,13 +120,14 @@ def train_124M(stage: int, steps: int = 4) -> dict:
     }
 
 
-def test_the_allocator_agrees_with_the_walk_and_the_paper_and_the_host_never_waits(nccl, record):
+def test_the_allocator_agrees_with_the_walk_and_the_paper_and_the_host_never_waits(gpus, record):
     psi = parameter_count(PRESETS["124M"])
     runs = {}
     for stage in range(4):
-        run = runs[stage] = nccl.run(train_124M, stage)[0]
-        P = run["units_P"]
-        states = model_state_bytes(sum(P.values()), 2, stage)
+        results = gpus.run(train_124M, stage)
+        N, run = len(results), results[0]
+        runs[stage], P = run, run["units_P"]
+        states = model_state_bytes(sum(P.values()), N, stage)
         slots = 2 * (P["root"] + 2 * P["blocks.0"]) if stage == 3 else 0
         expected = sum(states.values()) - (states["parameters"] if stage == 3 else 0) + slots
         assert sum(P.values()) < 1.001 * psi
@@ -103,7 +135,7 @@ def test_the_allocator_agrees_with_the_walk_and_the_paper_and_the_host_never_wai
         assert run["requested_bytes"] == pytest.approx(sum(run["held_bytes"].values()), rel=0.01)
         assert run["requested_bytes"] <= run["allocated_bytes"] < 1.05 * run["requested_bytes"]
     peaks = [runs[stage]["peak_bytes"] for stage in range(4)]
-    record("memory", {"model": "124M", "precision": "bf16", "tokens": 128, "stages": runs})
+    record(name_for("memory", N), {"model": "124M", "precision": "bf16", "tokens": 128, "stages": runs})
     assert peaks[3] < peaks[2] < peaks[1] < peaks[0]
 
 
