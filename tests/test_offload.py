@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -400,6 +401,84 @@ def test_a_step_that_cannot_be_written_is_not_taken_on_any_rank_and_can_be_repea
         for message in messages:
             assert f"states of rank {failing} in {tmp_path}: No space left on device" in message
             assert "The step was not taken" in message and "make room" in message
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_addition_whose_wait_was_interrupted_is_not_left_to_the_next_gradients(ranks, stage):
+    """A Ctrl-C while zero_grad() waits for the last addition; then zero_grad() again, and training goes on."""
+
+    def work() -> bool:
+        from zero_mini.offload import Offload
+
+        add, may_add, waits = Offload.add, threading.Event(), 0
+
+        def held_back(self, total, mean, event):
+            if mean is self.landing[self.units[0]]:
+                may_add.wait(60)
+            add(self, total, mean, event)
+
+        def interrupted_once() -> None:
+            nonlocal waits
+            waits += 1
+            if waits == 1:
+                raise KeyboardInterrupt
+            may_add.set()
+            wait()
+
+        expected, training = Training(stage, None), Training(stage, "host")
+        Offload.add = held_back
+        try:
+            for one in (expected, training):
+                one.backward(0)
+                one.backward(1)
+            falling, root = training.zero.falling, training.zero.units[0]
+            wait, falling[root] = falling[root], interrupted_once
+            with pytest.raises(KeyboardInterrupt):
+                training.optimizer.zero_grad()
+            for one in (expected, training):
+                one.optimizer.zero_grad()
+                one.backward(2)
+                one.backward(3)
+            may_add.set()
+            for one in (expected, training):
+                one.step(4)
+        finally:
+            Offload.add = add
+        return same(expected.outcome(), training.outcome())
+
+    assert all(ranks(2).run(work))
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_a_step_is_not_taken_without_a_mean_that_could_not_be_added(ranks, place, tmp_path):
+    """Neither at once nor when it is called again."""
+
+    def work(place: str) -> list[str]:
+        from zero_mini.offload import Offload
+
+        def fails(self, total, mean, event):
+            if mean is self.landing[self.units[-1]]:
+                raise RuntimeError("this mean is lost")
+            add(self, total, mean, event)
+
+        training, add, messages = Training(2, place), Offload.add, []
+        before = training.outcome()
+        training.backward(0)
+        Offload.add = fails
+        try:
+            training.backward(1)
+        finally:
+            Offload.add = add
+        for _ in range(2):
+            with pytest.raises(RuntimeError) as error:
+                training.optimizer.step()
+            messages.append(str(error.value))
+        training.losses = []
+        assert same(before, training.outcome())
+        return messages
+
+    for messages in ranks(2).run(work, "host" if place == "host" else str(tmp_path)):
+        assert messages == ["this mean is lost"] * 2
 
 
 def test_a_folder_that_is_taken_away_is_a_clear_error(ranks, tmp_path):

@@ -186,17 +186,22 @@ class Offload:
     def add(self, total: Tensor, mean: Tensor, event: torch.cuda.Event | None) -> None:
         """total (S) += mean (S), once it has arrived."""
         if event is not None:
-            event.synchronize()
+            with torch.cuda.device(self.device):  # a new thread begins with the first GPU, and would take memory there
+                event.synchronize()
         if self.addend is None:
             self.addend = torch.empty_like(self.scratch)
         for part, addend in zip(total.split(PART), mean.split(PART)):
             part.add_(self.addend[: addend.numel()].copy_(addend))
 
     def land(self, unit: Unit) -> None:
-        """Wait for the mean that is on its way down, and until it is added to what is there."""
-        wait = self.falling.pop(unit, None)
-        if wait is not None:
-            wait()
+        """Wait for the mean that is on its way down, and until it is added to what is there.
+
+        It counts as landed only then: a wait that was interrupted is taken up again, and an addition that failed raises
+        each time, so that no sum is taken for whole.
+        """
+        if unit in self.falling:
+            self.falling[unit]()
+            del self.falling[unit]
 
     def at_hand(self, unit: Unit) -> None:
         """At the host."""
