@@ -282,10 +282,6 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
 
     # --- values from outside the script, for whole.py ----------------------------------------
 
-    def restore(self, unit: Unit) -> None:
-        """Let the parameters be what they are between turns, after they were something else."""
-        unit.show(unit.views(unit.full))
-
     def replace(self, unit: Unit, values: torch.Tensor) -> None:
         """Other values (P), the same on all ranks, from outside the script: keep what is kept of them."""
         unit.master.copy_(unit.kept(values))

@@ -72,8 +72,8 @@ class Unit:
     reducing: tuple | None = None  # (work, result, buffer) of a reduction under way
     outstanding: int = 0  # forward calls whose backward has not come yet
     is_whole: bool = False  # shown by zero.full_params()
-    rests: bool = False  # its parameters are `nothing`
     nothing: list[torch.Tensor] = field(default_factory=list)  # a NaN in each parameter's shape, without memory
+    shown: list[torch.Tensor] = field(default_factory=list)  # what its parameters are now: `nothing`, or views
     versions: list[int] = field(default_factory=list)  # how often each parameter had been written to (watch.py)
 
     def __post_init__(self):
@@ -171,15 +171,14 @@ class Unit:
 
     def show(self, views: list[torch.Tensor]) -> None:
         """Let the parameters be these views."""
-        for param, view in zip(self.params, views):
-            set_data(param, view)
-        self.rests = False
+        if views is not self.shown:
+            for param, view in zip(self.params, views):
+                set_data(param, view)
+            self.shown = views
 
     def rest(self) -> None:
         """Out of turn: the right shapes, no memory, and values that nobody can mistake."""
-        if not self.rests:
-            self.show(self.nothing)
-            self.rests = True
+        self.show(self.nothing)
 
     def cut(self, owned: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """owned, (P) or a slice (S) -> [(group, view)], one for each group that reaches into it."""

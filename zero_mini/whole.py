@@ -174,7 +174,7 @@ class Whole:
         if backward_is_running():
             raise RuntimeError("whole parameters cannot be shown inside a backward")
         self.showing_whole = True
-        wholes = []
+        before, wholes = [], []
         with torch.no_grad():
             for unit in units:
                 check_untouched(unit)
@@ -182,6 +182,7 @@ class Whole:
                     self.before_forward(unit)  # a gather under way must not land in what is written
                 with self.in_memory(unit):
                     whole = self._whole(unit, unit.master)
+                before.append(unit.shown)
                 wholes.append(whole)
                 unit.show(unit.views(whole))
                 unit.is_whole = True
@@ -189,14 +190,14 @@ class Whole:
             yield
         finally:
             self.showing_whole = False
+            for unit, views in zip(units, before):
+                unit.is_whole = False
+                unit.show(views)
             with torch.no_grad():
-                for unit, whole in zip(units, wholes):
-                    unit.is_whole = False
-                    if write:
-                        self.comm.broadcast(whole, unit.name).wait()
-                        self.replace(unit, whole)
-                        note_versions(unit)
-                    self.restore(unit)
+                for unit, whole in zip(units, wholes) if write else ():
+                    self.comm.broadcast(whole, unit.name).wait()
+                    self.replace(unit, whole)
+                    note_versions(unit)
 
     def hook_state_dicts(self) -> None:
         """Let state_dict() and load_state_dict() of every module show whole values while they run."""

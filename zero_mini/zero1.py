@@ -74,11 +74,6 @@ class Zero1(DDP):
             self.before_forward(unit)
         super().check_step()
 
-    def restore(self, unit: Unit) -> None:
-        """Nothing to show before the new values have arrived."""
-        if unit not in self.arriving:
-            super().restore(unit)
-
     def partial_norms(self, norm_type: float) -> torch.Tensor:
         """Each rank knows its slices' norm, and tells the others."""
         norms = torch.empty(self.world_size, dtype=self.master_dtype, device=self.device)

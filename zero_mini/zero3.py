@@ -140,11 +140,6 @@ class Zero3(Zero2):
         """The next forward gathers what it needs: the slot's values are the last step's."""
         self.vacate(unit.slot)
 
-    def restore(self, unit: Unit) -> None:
-        """Nothing to show between turns, but for the root, which waits in its slot."""
-        waits = unit.is_root and unit.slot.holder is unit and unit.slot.arriving is None
-        unit.show(unit.slot_views) if waits else unit.rest()
-
     def replace(self, unit: Unit, values: torch.Tensor) -> None:
         """What a slot holds is out of date then."""
         super().replace(unit, values)
@@ -163,8 +158,7 @@ class Zero3(Zero2):
         if unit.slot.arriving is not None:
             unit.slot.arriving.wait()
             unit.slot.arriving = None
-        if unit.rests:
-            unit.show(unit.slot_views)
+        unit.show(unit.slot_views)
 
     def prefetch(self, unit: Unit, neighbour: Unit | None) -> None:
         """Begin to gather the neighbour into the other slot while this unit computes."""
