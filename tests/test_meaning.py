@@ -630,6 +630,8 @@ def test_full_params_can_be_nested(compare):
     def script(job):
         job.loss(0).backward()
         with job.full_params():
+            with torch.no_grad():
+                job.model.enter.weight.mul_(2)
             with job.full_params(grads=True):
                 job.see(job.model.leave.weight.grad)
                 with torch.no_grad():

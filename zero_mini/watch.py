@@ -47,10 +47,10 @@ def note_versions(unit: Unit) -> None:
     unit.versions = [param._version for param in unit.params]
 
 
-def check_untouched(unit: Unit, at_rest: bool = False) -> None:
-    """RuntimeError if the user changed what a flat buffer cannot follow; at rest it follows nothing."""
+def check_untouched(unit: Unit) -> None:
+    """RuntimeError if the user changed what a flat buffer cannot follow."""
     for name, param, version in zip(unit.names, unit.params, unit.versions):
-        if param._version != version and (at_rest or not follows_writes(unit)):
+        if param._version != version and not follows_writes(unit):
             raise RuntimeError(
                 f"{name} was changed in place, but what counts is its master copy, "
                 "which was not: write to parameters under zero.full_params()"
@@ -63,5 +63,5 @@ def check_untouched(unit: Unit, at_rest: bool = False) -> None:
 
 
 def follows_writes(unit: Unit) -> bool:
-    """Does a write to the parameters reach the master by itself? It does where they share memory."""
-    return unit.full is not None and unit.full.untyped_storage()._cdata == unit.master.untyped_storage()._cdata
+    """Does a write to the parameters reach the master: by shared memory, or when full_params() ends?"""
+    return unit.is_whole or unit.shown[0].untyped_storage()._cdata == unit.master.untyped_storage()._cdata

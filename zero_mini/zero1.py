@@ -65,7 +65,7 @@ class Zero1(DDP):
         work = self.arriving.pop(unit, None)
         if work is not None:
             work.wait()
-            check_untouched(unit, at_rest=True)
+            check_untouched(unit)
             unit.show(unit.views(unit.full))
 
     def check_step(self) -> None:
