@@ -299,8 +299,6 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
             for group, piece in unit.pieces:
                 groups[group]["params"].append(piece)
             unit.unknown = [self.nothing.expand(piece.shape) for _, piece in unit.pieces]
-            if self.mixed and unit.full is not None:
-                unit.casts = [view for _, view in unit.cut(unit.kept(unit.full))]
 
     def forget_backward(self) -> None:
         """No backward is running: it has ended, or failed."""

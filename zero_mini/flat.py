@@ -68,7 +68,6 @@ class Unit:
     own_grad: torch.Tensor | None = None  # shaped like master: the mean over ranks
     pieces: list[tuple[int, nn.Parameter]] = field(default_factory=list)  # (group, view of master)
     unknown: list[torch.Tensor] = field(default_factory=list)  # a NaN in each piece's shape: its .grad until a step
-    casts: list[torch.Tensor] = field(default_factory=list)  # each piece's part of full, in mixed precision
     reducing: tuple | None = None  # (work, result, buffer) of a reduction under way
     outstanding: int = 0  # forward calls whose backward has not come yet
     is_whole: bool = False  # shown by zero.full_params()

@@ -67,7 +67,9 @@ def step(zero) -> None:
     counts = [0] * len(groups)
     for unit in units:
         zero.finish(unit)
-        casts = unit.casts or [None] * len(unit.pieces)
+        casts = [None] * len(unit.pieces)  # stage 3 casts as it gathers
+        if unit.full is not None:
+            casts = [view for _, view in unit.cut(unit.kept(unit.full))]
         for (group, piece), (_, grad), cast in zip(unit.pieces, unit.cut(unit.own_grad), casts):
             state = zero.optimizer.state[piece]
             parts = (piece.detach(), grad, state["exp_avg"], state["exp_avg_sq"], cast)
