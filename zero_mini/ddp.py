@@ -83,7 +83,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
         self.syncing = True  # a backward sends what it brings: not under no_sync()
         self.showing_whole = False  # under full_params(), where hooks keep still
         self.buffers_due = True  # at the next forward
-        self.published: set[Unit] = set()  # whose own part of `full` the step has written already
+        self.followed = False  # the step has written casts as well, so `follow` has nothing left to do
         self.forget_backward()
         self.forget_coefficient()
         self.begin_scaling(scaler)
@@ -240,10 +240,10 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
     def after_step(self) -> None:
         """Publish every unit's new values, in the order in which the next forward needs them."""
         for unit in self.trainable if not self.overflow else []:
-            if unit not in self.published:
+            if not self.followed:
                 self.follow(unit)
             self.publish(unit)
-        self.published.clear()
+        self.followed = False
         self.comm.end_step()
         self.end_scaling()
 

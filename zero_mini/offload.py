@@ -229,7 +229,7 @@ class Offload:
         if self.coefficient is not None:
             self.coefficient = self.coefficient.to("cpu")
         self.update_all([unit for unit in reversed(self.trainable) if unit.holds_gradient])
-        self.published.update(self.trainable)  # no other master has changed
+        self.followed = True  # a master without a gradient has not changed
 
     def update_all(self, units: list[Unit]) -> None:
         """All units that have a gradient."""

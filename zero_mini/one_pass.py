@@ -38,7 +38,7 @@ def suits(zero) -> bool:
         and all(
             piece.grad is unknown
             for unit in zero.trainable
-            if unit.own_grad is not None or unit.reducing is not None
+            if unit.holds_gradient
             for (_, piece), unknown in zip(unit.pieces, unit.unknown)
         )
     )
@@ -58,7 +58,7 @@ def step(zero) -> None:
     In the order in which means arrive: the first units are updated while the last ones are on the wire.
     """
     groups = zero.optimizer.param_groups
-    units = [unit for unit in reversed(zero.trainable) if unit.own_grad is not None or unit.reducing is not None]
+    units = [unit for unit in reversed(zero.trainable) if unit.holds_gradient]
     pieces: list[list[torch.Tensor]] = [[] for _ in groups]
     for unit in units:
         for group, piece in unit.pieces:
@@ -79,7 +79,7 @@ def step(zero) -> None:
                 launch(*parts, *factors[group], counts[group], zero.coefficient, groups[group])
             counts[group] += 1
             piece.grad = None
-        zero.published.add(unit)
+    zero.followed = True  # a master without a gradient has not changed
 
 
 def step_factors(optimizer: torch.optim.Optimizer, options: dict, pieces: list[torch.Tensor]):
