@@ -81,7 +81,6 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
         self.mixed = self.dtype != self.master_dtype
         self.trainable = [unit for unit in units if unit.trainable]
         self.syncing = True  # a backward sends what it brings: not under no_sync()
-        self.showing_whole = False  # under full_params(), where hooks keep still
         self.buffers_due = True  # at the next forward
         self.followed = False  # the step has written casts as well, so `follow` has nothing left to do
         self.forget_backward()

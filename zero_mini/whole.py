@@ -201,6 +201,7 @@ class Whole:
 
     def hook_state_dicts(self) -> None:
         """Let state_dict() and load_state_dict() of every module show whole values while they run."""
+        self.showing_whole = False  # under full_params(), where hooks keep still
         self.open_calls: list[contextlib.AbstractContextManager] = []  # a module's lies inside its parent's
         for module in self.model.modules():
             module.register_state_dict_pre_hook(partial(self._enter_state_dict))
