@@ -190,8 +190,8 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
             for unit in [*reversed(self.unsent), *again]:
                 self._send(unit)
             for unit in self.trainable:  # until the step: nobody may take "no gradient yet" for "none"
-                for (_, piece), unknown in zip(unit.pieces, unit.unknown):
-                    piece.grad = unknown
+                for _, piece in unit.pieces:
+                    piece.grad = self.nothing.expand(piece.shape)
         self.forget_backward()
 
     @torch.no_grad()
@@ -297,7 +297,6 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
             unit.pieces = [(group, nn.Parameter(view)) for group, view in unit.cut(unit.master)]
             for group, piece in unit.pieces:
                 groups[group]["params"].append(piece)
-            unit.unknown = [self.nothing.expand(piece.shape) for _, piece in unit.pieces]
 
     def forget_backward(self) -> None:
         """No backward is running: it has ended, or failed."""

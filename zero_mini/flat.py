@@ -67,7 +67,6 @@ class Unit:
     grad: torch.Tensor | None = None  # (P) this rank's gradients, not reduced yet
     own_grad: torch.Tensor | None = None  # shaped like master: the mean over ranks
     pieces: list[tuple[int, nn.Parameter]] = field(default_factory=list)  # (group, view of master)
-    unknown: list[torch.Tensor] = field(default_factory=list)  # a NaN in each piece's shape: its .grad until a step
     reducing: tuple | None = None  # (work, result, buffer) of a reduction under way
     outstanding: int = 0  # forward calls whose backward has not come yet
     is_whole: bool = False  # shown by zero.full_params()

@@ -36,10 +36,10 @@ def suits(zero) -> bool:
         zero.mixed
         and knows(zero.optimizer)
         and all(
-            piece.grad is unknown
+            piece.grad is not None and piece.grad.data_ptr() == zero.nothing.data_ptr()
             for unit in zero.trainable
             if unit.holds_gradient
-            for (_, piece), unknown in zip(unit.pieces, unit.unknown)
+            for _, piece in unit.pieces
         )
     )
 
