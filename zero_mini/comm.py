@@ -73,11 +73,6 @@ class Comm(Ledger):
             return torch.empty(numel, dtype=dtype, device=device)
         return self.reachable.empty(numel, dtype)
 
-    def buffers_are_made(self) -> None:
-        """After the last `empty`. Collective."""
-        if self.reachable is not None:
-            self.reachable.register()
-
     def all_reduce(self, buffer: torch.Tensor, unit: str) -> Launched:
         """buffer (P) <- its mean over ranks, on every rank."""
         op = self._prepare_mean(buffer)

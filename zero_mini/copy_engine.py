@@ -13,7 +13,9 @@ the root at stage 3), so they can be registered once. Reductions add, so they ne
 Left out: several hosts, and GPUs that do not reach each other's memory: there gathers stay kernels.
 """
 
+import contextlib
 import socket
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -25,16 +27,20 @@ ZERO_CTAS = 2  # NCCL_CTA_POLICY_ZERO
 WORTH_IT = 30_000_000  # elements of a unit: the host spends longer on such a gather than on a kernel
 
 
-def gather_by_copy_engines(comm: Comm, units: list[Unit]) -> None:
+@contextlib.contextmanager
+def gather_by_copy_engines(comm: Comm, units: list[Unit]) -> Iterator[None]:
     """From here on gathers take no part of the GPU from the computation, where that can be and is worth it. Collective.
 
-    Only then does `comm.empty` give memory that they reach: call it before buffers are made.
+    Within, `comm.empty` gives memory that they reach: make all buffers there, and gather only later.
     """
     largest = max((unit.P for unit in units if not unit.is_root), default=0)
     if comm.is_nccl and comm.world_size > 1 and largest >= WORTH_IT:
         group = group_of_copiers(comm.group, comm.host_gather(host_and_devices()))
         if group is not None:
             comm.gathering, comm.reachable = group, ReachableMemory(group)
+    yield
+    if comm.reachable is not None:
+        comm.reachable.register()
 
 
 def group_of_copiers(parent: dist.ProcessGroup, hosts: list[str | None]) -> dist.ProcessGroup | None:

@@ -96,7 +96,6 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
             watch.note_versions(unit)
             for param in unit.params:
                 param.__class__, param.unit, param.grad = HeldParameter, unit, None
-        comm.buffers_are_made()
         self.nothing = torch.full((), float("nan"), dtype=self.master_dtype, device=units[0].master.device)
         model.to(device)  # what is left: buffers
         parts = [(name, *name.rpartition(".")) for name, _ in model.named_buffers()]

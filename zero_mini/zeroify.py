@@ -82,11 +82,11 @@ def zeroify(
         on_cuda = comm.is_nccl or plan.device.type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     made = make_units(model, plan.blocks, plan.group_of, comm.rank, comm.world_size)
-    if stage > 0:
-        gather_by_copy_engines(comm, made)
     begun = {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
     where = torch.device(device)
-    zero = stage_class(stage, offload)(model, optimizer, made, comm, dtype or plan.dtype, where, initialise, scaler)
+    build = stage_class(stage, offload)
+    with gather_by_copy_engines(comm, made if stage > 0 else []):
+        zero = build(model, optimizer, made, comm, dtype or plan.dtype, where, initialise, scaler)
     zero.load_optimizer_states(begun)  # what the optimizer's constructor made, as Adagrad's does
     zero.hook_state_dicts()
     hook_optimizer(zero)
