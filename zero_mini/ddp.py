@@ -177,19 +177,18 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
         self.send_ready()
         for unit in list(self.entered):
             self.on_grad(unit)
-        self.send_ready()
         watch.check_turns(self.units)
         if self.collecting:
-            for unit in self.unsent:
+            for unit in reversed(self.unsent):
                 if unit not in self.ready:  # it was not used here; it may have been on other ranks
                     unit.take_grads(self.master_dtype)
+                if self.syncing:
+                    self._send(unit)
         if self.syncing and self.collecting:
-            # What was sent and has come again, as under re-entrant checkpointing, goes last.
-            again = [unit for unit in reversed(self.trainable) if unit not in self.unsent and unit.grad is not None]
-            for unit in [*reversed(self.unsent), *again]:
-                self._send(unit)
-            for unit in self.trainable:  # until the step: nobody may take "no gradient yet" for "none"
-                for _, piece in unit.pieces:
+            for unit in reversed(self.trainable):
+                if unit.grad is not None:  # sent, and has come again, as under re-entrant checkpointing
+                    self._send(unit)
+                for _, piece in unit.pieces:  # until the step: nobody may take "no gradient yet" for "none"
                     piece.grad = self.nothing.expand(piece.shape)
         self.forget_backward()
 
