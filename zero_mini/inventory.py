@@ -18,6 +18,7 @@ import torch
 
 from zero_mini.activations import waiting_places
 from zero_mini.comm import Call
+from zero_mini.flat import Unit
 from zero_mini.held import grad_of
 from zero_mini.host_activations import HostMemory
 from zero_mini.memory import walk
@@ -49,18 +50,13 @@ class Inventory:
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """(category, label, tensor) for everything that is kept alive here, views included."""
         for unit in self.units:
-            # K = 12 counts the fp32 master copy as the optimizer's; without mixed precision it is the parameters.
-            yield "optimizer" if self.mixed else "parameters", unit.name, unit.master
             if unit.full is not None:
                 yield "parameters", unit.name, unit.full
             sent = unit.reducing[1:] if unit.reducing else ()
             for grad in (unit.own_grad, unit.grad, *sent, *(grad_of(param) for param in unit.params)):
                 if grad is not None:
                     yield "gradients", unit.name, grad
-            for _, piece in unit.pieces:  # their .grad is a view of own_grad
-                for value in self.optimizer.state.get(piece, {}).values():
-                    if isinstance(value, torch.Tensor):
-                        yield "optimizer", unit.name, value
+            yield from self.states(unit)
             yield "other", unit.name, unit.nothing[0]
         yield "other", "nothing", self.nothing
         for name, buffer in self.model.named_buffers():
@@ -68,6 +64,15 @@ class Inventory:
         for place in waiting_places(self.model):
             for tensor in place.tensors():
                 yield "activations", "checkpoint", tensor
+
+    def states(self, unit: Unit) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Those that wait for the unit's update: its master, and what the optimizer has made for it."""
+        # K = 12 counts the fp32 master copy as the optimizer's; without mixed precision it is the parameters.
+        yield "optimizer" if self.mixed else "parameters", unit.name, unit.master
+        for _, piece in unit.pieces:  # their .grad is a view of own_grad
+            for value in self.optimizer.state.get(piece, {}).values():
+                if isinstance(value, torch.Tensor):
+                    yield "optimizer", unit.name, value
 
     def host_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Those of `tensors` that wait in host memory."""

@@ -315,11 +315,7 @@ class Offload:
         """What lies in host memory, (category, label, tensor)."""
         yield from super().host_tensors()
         for unit in self.units:
-            yield "optimizer" if self.mixed else "parameters", unit.name, unit.master
-            for _, piece in unit.pieces:
-                for value in self.optimizer.state.get(piece, {}).values():
-                    if isinstance(value, Tensor):
-                        yield "optimizer", unit.name, value
+            yield from self.states(unit)
             if unit.own_grad is not None:
                 yield "gradients", unit.name, unit.own_grad
         for place in (self.landing, self.sums):
