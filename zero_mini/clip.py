@@ -11,8 +11,6 @@ Left out: clipping by value; `zero.full_params(grads=True)` shows gradients for 
 
 import torch
 
-from zero_mini import one_pass
-
 
 class Clipping:
     """`self` is a stage: trainable units, comm, the script's moments."""
@@ -41,13 +39,9 @@ class Clipping:
             total = total * unscale
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         self.coefficient, self.clipped = coefficient if unscale is None else coefficient * unscale, True
-        if not self.multiplies_as_it_reads():
+        if not self.updates_itself():
             self.before_step()
         return total
-
-    def multiplies_as_it_reads(self) -> bool:
-        """Does the update take the coefficient itself?"""
-        return one_pass.suits(self)
 
     def partial_norms(self, norm_type: float) -> torch.Tensor:
         """The norm of each rank's slices (N). Stage 0 has all of them at hand."""

@@ -82,7 +82,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
         self.trainable = [unit for unit in units if unit.trainable]
         self.syncing = True  # a backward sends what it brings: not under no_sync()
         self.buffers_due = True  # at the next forward
-        self.followed = False  # the step has written casts as well, so `follow` has nothing left to do
+        self.followed = False  # the step has written casts too, so that `follow` has nothing left to do
         self.forget_backward()
         self.forget_coefficient()
         self.begin_scaling(scaler)
@@ -194,16 +194,25 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """The optimizer's step has been called: hand it its gradients, or do what it would, in one pass."""
+        """The optimizer's step has been called: hand it its gradients, or do what it would."""
         if self.scaler is not None:
             self.collect_means()
         if self.overflow:
             self.skip()
-        elif one_pass.suits(self):
+        elif self.updates_itself():
             self.check_step()
-            one_pass.step(self)
+            self.update_masters()
+            self.followed = True  # a master without a gradient has not changed
         else:
             self.before_step()
+
+    def updates_itself(self) -> bool:
+        """Is there an update that takes means as they come, and multiplies the coefficient in as it reads them?"""
+        return one_pass.suits(self)
+
+    def update_masters(self) -> None:
+        """That update: new masters, and their casts."""
+        one_pass.step(self)
 
     @torch.no_grad()
     def before_step(self) -> None:

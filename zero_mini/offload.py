@@ -18,7 +18,8 @@ unlike the stage under it (1, 2 or 3):
   - finish:      a mean goes on down, without waiting, while backward goes on; a further micro-batch's is added
                  there by a thread, while this one gives the GPU its work
   - at_hand:     it has landed: this alone makes the host wait
-  - begin_step:  one unit after the other: fp32 gradients of this unit, the optimizer's own step, a cast, and up
+  - update_masters:
+                 one unit after the other: fp32 gradients of this unit, the optimizer's own step, a cast, and up
   - follow:      the cast goes up, while the next unit is updated
   - publish:     gathers start when it is there
 
@@ -212,24 +213,16 @@ class Offload:
         """Computed at the host, told on the GPU."""
         return super().slice_norm(rank, norm_type).to(self.device)
 
-    def multiplies_as_it_reads(self) -> bool:
-        """The fp32 copy of a unit's gradient is made for its update alone."""
+    def updates_itself(self) -> bool:
+        """From an fp32 copy of one unit's gradient. But an optimizer of the user's may count its calls."""
         return is_known(self.optimizer)
 
-    @torch.no_grad()
-    def begin_step(self) -> None:
-        """Unit after unit, in the order in which means arrive. But an optimizer of the user's may count its calls."""
-        if self.scaler is not None:
-            self.collect_means()
-        if self.overflow or not is_known(self.optimizer):
-            super().begin_step()
-            return
-        self.check_step()
+    def update_masters(self) -> None:
+        """Unit after unit, in the order in which means arrive."""
         self.link.let_go()
         if self.coefficient is not None:
             self.coefficient = self.coefficient.to("cpu")
         self.update_all([unit for unit in reversed(self.trainable) if unit.holds_gradient])
-        self.followed = True  # a master without a gradient has not changed
 
     def update_all(self, units: list[Unit]) -> None:
         """All units that have a gradient."""

@@ -79,7 +79,6 @@ def step(zero) -> None:
                 launch(*parts, *factors[group], counts[group], zero.coefficient, groups[group])
             counts[group] += 1
             piece.grad = None
-    zero.followed = True  # a master without a gradient has not changed
 
 
 def step_factors(optimizer: torch.optim.Optimizer, options: dict, pieces: list[torch.Tensor]):
