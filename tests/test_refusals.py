@@ -445,6 +445,11 @@ def write_to_data(loop):
     loop.model.enter.weight.data = torch.zeros(4, 2)
 
 
+def step_with_gradients_under_full_params(loop):
+    with loop.zero.full_params():
+        loop.optimizer.step()
+
+
 # operation -> what the error says. The gradients of a backward are there when it is tried.
 REFUSED = {
     "read .grad": (lambda loop: loop.model.enter.weight.grad, r"full_params\(grads=True\)"),
@@ -481,6 +486,7 @@ REFUSED = {
         lambda loop: loop.optimizer.load_state_dict(sgd(Tower()).state_dict()),
         r"zero\.load_state_dict\(\)",
     ),
+    "a step with gradients under full_params": (step_with_gradients_under_full_params, "leave it first"),
     "a state of another model": (
         lambda loop: loop.zero.load_state_dict({"model": loop.model.state_dict(), "optimizer": {"other": {}}}),
         "enter.weight.*other",

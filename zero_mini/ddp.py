@@ -195,6 +195,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
     @torch.no_grad()
     def begin_step(self) -> None:
         """The optimizer's step has been called: hand it its gradients, or do what it would."""
+        self.check_nothing_is_whole()
         if self.scaler is not None:
             self.collect_means()
         if self.overflow:

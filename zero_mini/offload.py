@@ -187,8 +187,7 @@ class Offload:
     def add(self, total: Tensor, mean: Tensor, event: torch.cuda.Event | None) -> None:
         """total (S) += mean (S), once it has arrived."""
         if event is not None:
-            with torch.cuda.device(self.device):  # a new thread begins with the first GPU, and would take memory there
-                event.synchronize()
+            event.synchronize()
         if self.addend is None:
             self.addend = torch.empty_like(self.scratch)
         for part, addend in zip(total.split(PART), mean.split(PART)):

@@ -209,6 +209,14 @@ class Whole:
             module.register_load_state_dict_pre_hook(partial(self._enter_load))
             module.register_load_state_dict_post_hook(partial(self._leave_state_dict))
 
+    def check_nothing_is_whole(self) -> None:
+        """RuntimeError for a step under full_params()."""
+        self.close_broken_calls()
+        if self.showing_whole:
+            raise RuntimeError(
+                "optimizer.step() under zero.full_params(), whose end would put the old values back: leave it first"
+            )
+
     def close_broken_calls(self) -> None:
         """Nothing runs inside a state_dict() call: one that is still open was ended by an exception."""
         while self.open_calls:
