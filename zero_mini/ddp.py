@@ -24,8 +24,9 @@ overrides the moments it changes, and what follows from them:
     finish, at_hand   a unit                 its mean has arrived; it is where the optimizer reads it
     after_backward    a backward             what has not been sent goes now
     check_step        a step                 nothing but the script has changed anything, on any rank
-    begin_step        a step                 skip it (fp16), update in one pass, or ...
-    before_step       a step                 ... every mean has arrived, for the optimizer to use
+    begin_step        a step                 skip it (fp16), or one of the next two
+    update_masters    a step                 the optimizer's update is known: do it, unit by unit
+    before_step       a step                 it is not: every mean has arrived, for the optimizer to use
     after_step        a step                 every unit's new values are published
     follow            a unit                 the cast that the model computes with follows the master
     publish           a unit                 the new values reach those who compute with them
