@@ -12,6 +12,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from both_ways import EXACT, MIXED, STAGES, Compare, Note
 
 from zero_mini.ranks import Ranks
 
@@ -87,6 +88,26 @@ def row(request) -> Iterator[Callable[..., None]]:
     for table, rows in tables.items():
         old = recorded(table)[table] if (measured / f"{table}.json").is_file() else []
         write(request.config, table, [row for alike in (by_what(old) | by_what(rows)).values() for row in alike])
+
+
+# In mixed precision stage 2 has the parameters of stage 1 and the gradients of stage 3, line by line.
+@pytest.fixture(
+    params=[(stage, dtype) for stage in STAGES for dtype in (EXACT, MIXED) if (stage, dtype) != (2, MIXED)],
+    ids=lambda param: f"stage{param[0]}-{'bf16' if param[1] else 'fp32'}",
+)
+def compare(request, ranks, row) -> Compare:
+    """compare(script): see both_ways.py."""
+    return Compare(ranks, *request.param, noting(request, row, request.param[0]))
+
+
+@pytest.fixture(params=STAGES, ids=lambda stage: f"stage{stage}")
+def compare_fp32(request, ranks, row) -> Compare:
+    """For tests of many cases."""
+    return Compare(ranks, request.param, EXACT, noting(request, row, request.param))
+
+
+def noting(request, row, stage: int) -> Note:
+    return lambda result, says: row("models", request.node.originalname, stage, result=result, says=says)
 
 
 def by_what(rows: list[dict]) -> dict[str, list[dict]]:

@@ -12,7 +12,10 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 MEASURED = FOLDER.parent / "zero_mini" / "measured"
-RECORD = "python -m pytest tests/test_{faults,checkpoint,resume,meaning,parity,refusals}.py --record zero_mini/measured"
+RECORD = (
+    "python -m pytest --record zero_mini/measured tests/test_{faults,checkpoint,resume,parity,refusals,parameters,"
+    "full_params,gradients,optimizers,exceptions,evaluation,unusual_models}.py"
+)
 
 # What may go wrong -> the tests, models of the zoo and refusals that show what does happen.
 Lines = dict[str, list[str]]

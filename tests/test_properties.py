@@ -8,9 +8,9 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
+from both_ways import double_tower, fail, failing_backward, momentum, run_twice
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
-from test_meaning import double_tower, fail, failing_backward, momentum, run_twice
 from torch import nn
 
 from zero_mini.flat import ALIGN, Unit, round_up
