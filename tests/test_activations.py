@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from models import ZOO, Case, Checkpointed, CheckpointInCheckpoint, Loop, exactly, parity
+from models import ZOO, Case, Checkpointed, CheckpointInCheckpoint
+from parity import Loop, exactly, parity
 from test_memory_recorder import Tower
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks

@@ -18,7 +18,8 @@ import filelock
 import pytest
 import torch
 import torch.distributed as dist
-from models import RARE, ZOO, Block, Case, Stack, Turn, adamw, exactly, sgd
+from models import RARE, ZOO, Block, Case, Stack, Turn
+from parity import adamw, exactly, sgd
 from torch import nn
 
 from zero_mini import checkpoint, checkpoint_files

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import RARE, ZOO, Loop, parity
+from models import RARE, ZOO
+from parity import Loop, parity
 from test_parity import orders_of_summation
 from test_wire import expected_numel, steps
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import OPTIMIZERS, Block, Case, CastDDP, Loop, Stack, build, copies_of, exactly, loss_of, place
+from models import Block, Case, Stack
+from parity import OPTIMIZERS, CastDDP, Loop, build, copies_of, exactly, loss_of, place
 from torch import nn
 
 from zero_mini.loss_scale import LossScaler

@@ -14,7 +14,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from models import ZOO, Loop, parity
+from models import ZOO
+from parity import Loop, parity
 
 from zero_mini.clip import Clipping
 from zero_mini.comm import Comm

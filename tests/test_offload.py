@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from models import ZOO, CastDDP, Loop, TorchDDP, parity
+from models import ZOO
+from parity import CastDDP, Loop, TorchDDP, agree, parity
 from test_train_gpt import SCRIPT, TINY, finish, refusal, said, start
 from torch import nn
 
@@ -29,12 +30,6 @@ from zero_mini.zeroify import zeroify
 
 STAGES = (1, 2, 3)
 CONFIG = GPTConfig(L=3, d=32, heads=2, vocab=64, T=16)
-
-
-def agree(results: list[list[str]]) -> bool:
-    found = [f"rank {rank}: {difference}" for rank, result in enumerate(results) for difference in result]
-    assert not found, "\n".join([f"{len(found)} differences", *found[:8]])
-    return True
 
 
 def parities(cases: list, loops: list[Loop], reference: type = TorchDDP) -> list[str]:

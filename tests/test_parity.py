@@ -1,6 +1,6 @@
 """Every stage trains every model of the zoo as torch DDP does: to the bit, wherever bits are defined.
 
-What is compared, and with what where torch DDP adds in another order, is said in `models.parity`.
+What is compared, and with what where torch DDP adds in another order, is said in parity.py.
 """
 
 import itertools
@@ -10,14 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from models import (
-    BEYOND_DDP,
-    INTEGERS,
-    RARE,
-    SOMETIMES_UNUSED,
-    ZOO,
+from models import BEYOND_DDP, INTEGERS, RARE, SOMETIMES_UNUSED, ZOO, Case, Turn, ViewsInPlace, some_integers
+from parity import (
     Alone,
-    Case,
     CastDDP,
     Loop,
     Magnitudes,
@@ -25,9 +20,8 @@ from models import (
     Stage,
     Step,
     TorchDDP,
-    Turn,
-    ViewsInPlace,
     ZerosForNone,
+    agree,
     build,
     differences,
     differences_beyond,
@@ -36,7 +30,6 @@ from models import (
     exactly,
     loss_of,
     parity,
-    some_integers,
     train,
 )
 from torch import nn
@@ -44,13 +37,6 @@ from torch import nn
 EVERY_MODEL = ZOO | RARE
 WORLD_SIZES = (1, 2, 3, 4, 8)
 STAGES = (0, 1, 2, 3)
-
-
-def agree(results: list[list[str]]) -> bool:
-    """No rank found a difference; if one did, the first few are the message."""
-    found = [f"rank {rank}: {difference}" for rank, result in enumerate(results) for difference in result]
-    assert not found, "\n".join([f"{len(found)} differences", *found[:8]])
-    return True
 
 
 def parities(case: Case, loops: list[Loop]) -> list[str]:

@@ -5,7 +5,8 @@ import contextlib
 import pytest
 import torch
 from delays import Delay, delayed
-from models import ZOO, Loop, Run, Stage, differences, exactly, train
+from models import ZOO
+from parity import Loop, Run, Stage, differences, exactly, train
 from test_mutants import (
     does_not_wait_for_its_slot,
     does_not_wait_for_means,

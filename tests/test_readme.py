@@ -4,9 +4,9 @@ import json
 import re
 from pathlib import Path
 
-import models as models_zoo
 import tables
 import test_faults
+from models import RARE, ZOO
 
 ROOT = Path(__file__).parents[1]
 
@@ -69,7 +69,7 @@ def test_the_tables_name_tests_and_models_that_exist():
     for line, tests in (tables.AUTOGRAD | tables.NUMBERS).items():
         for test in tests:
             assert test in known or f"def {test}(" in sources, f"{line}: {test}"
-    assert {f"the model '{name}'" for name in models_zoo.ZOO | models_zoo.RARE} <= known
+    assert {f"the model '{name}'" for name in ZOO | RARE} <= known
 
 
 def test_every_fault_has_a_row():
