@@ -197,6 +197,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
     def begin_step(self) -> None:
         """The optimizer's step has been called: hand it its gradients, or do what it would."""
         self.check_nothing_is_whole()
+        self.followed = False
         if self.scaler is not None:
             self.collect_means()
         if self.overflow:
@@ -251,7 +252,6 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
             if not self.followed:
                 self.follow(unit)
             self.publish(unit)
-        self.followed = False
         self.comm.end_step()
         self.end_scaling()
 
