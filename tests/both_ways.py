@@ -59,6 +59,10 @@ class Tower(nn.Module):
         return h
 
 
+def double_tower() -> nn.Module:
+    return Tower().double()
+
+
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
     """Two groups; momentum and decay move a parameter whose gradient is zero, and leave one without."""
     params = [p for p in model.parameters() if p.requires_grad]
@@ -257,15 +261,6 @@ class Compare:
         tolerance = self.tolerance if tolerance is None else tolerance
         close = torch.allclose(own.double(), expected.double(), atol=tolerance, rtol=tolerance)
         assert close, f"{what} is {own}, alone {expected}"
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    params = list(model.parameters())
-    return torch.optim.AdamW([{"params": params[::2], "weight_decay": 0.3}, {"params": params[1::2]}], lr=0.03)
-
-
-def double_tower() -> nn.Module:
-    return Tower().double()
 
 
 def fail(*_):

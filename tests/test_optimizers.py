@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from both_ways import MIXED, TOLERANCE, Job, Tower, adamw, double_tower, momentum
+from both_ways import MIXED, TOLERANCE, Job, Tower, double_tower, momentum
+from torch import nn
 
 # --- the optimizer and what is built on it ------------------------------------------------------------
 
@@ -116,6 +117,11 @@ def test_autocast_around_the_model_means_what_it_means_alone(compare):
 
 
 # --- zero.state_dict ----------------------------------------------------------------------------------
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    return torch.optim.AdamW([{"params": params[::2], "weight_decay": 0.3}, {"params": params[1::2]}], lr=0.03)
 
 
 def train_on(steps, build, optimizer, saved=None, already=(), **wrap) -> tuple[dict, dict]:

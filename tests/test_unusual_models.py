@@ -1,4 +1,4 @@
-"""Models that do what most do not: weights used elsewhere, outputs changed, hooks (how that is seen: both_ways.py)."""
+"""Models that do what most do not: weights, outputs, hooks, buffers, strides (how that is seen: both_ways.py)."""
 
 from collections.abc import Callable
 
