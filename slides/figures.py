@@ -26,7 +26,8 @@ from zero_mini.plots.wire_time import from_measured as wire_times
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SYSTEMS = ("zero-0", "zero-1", "zero-2", "zero-3", "ddp", "fsdp2", "deepspeed-3", "plain")  # of all that were measured
+# Of all that were measured.
+SYSTEMS = ("zero-0", "zero-1", "zero-2", "zero-3", "ddp", "fsdp2", "fsdp2-keep", "deepspeed-3", "plain")
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,18 @@ def test_every_work_asks_for_systems_that_exist_and_for_one_to_compare_with():
         assert set(work.systems) & set(scores.REFERENCES), name
 
 
+def test_a_work_for_gpus_is_refused_where_there_is_none(monkeypatch, capsys):
+    """It would try to train 1.5 billion parameters on the CPU, once for each system."""
+    for gpus in (0, 2):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert benchmark.parse(["--work", "cpu"]).work == ["cpu"]
+    assert benchmark.parse(["--work", "1.5B"]).ranks == 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--work", "cpu", "1.5B"])
+    assert '--work "1.5B" is for GPUs, and torch finds none here; --work cpu runs' in capsys.readouterr().err
+
+
 def test_the_picture_shows_every_system_or_the_reason(tmp_path):
     pytest.importorskip("matplotlib")
     from zero_mini.plots import speed

@@ -53,6 +53,18 @@ def speed_rows() -> list[str]:
 def test_the_readmes_speeds_are_those_of_the_recorded_runs():
     readme, works = (ROOT / "README.md").read_text(), recorded("speed")["works"]
     assert "\n".join(speed_rows()) in readme
+    rows = {row.split("|")[1].strip(): row for row in speed_rows()}
+    ours, theirs = ([cell.strip() for cell in row.split("|")] for row in (rows["zero-3"], rows["ddp"]))
+    assert f"{ours[5]} GiB and {ours[3]} tokens/s each at stage 3; torch DDP, {theirs[5]} and {theirs[3]}." in readme
+    scores = works["1.5B"]["scores"]
+    wide, deepest = ([f"{scores[name][p]:.0f}" for p in ("p10_ms", "p90_ms")] for name in ("fsdp2", "deepspeed-3"))
+    assert f"fsdp2's spread from {' to '.join(wide)} ms and deepspeed-3's from {' to '.join(deepest)}" in readme
+    steady = scores.keys() - {"fsdp2", "deepspeed-3"}
+    assert max((scores[name]["p90_ms"] - scores[name]["p10_ms"]) / scores[name]["ms"] for name in steady) < 1 / 9
+    zero, ddp = (works["1.5B"]["systems"][name]["timeline"]["busy_ms"] for name in ("zero-0", "ddp"))
+    more = sum(ddp[kind] - zero[kind] for kind in ("copy", "other"))
+    gap = scores["ddp"]["ms"] - scores["zero-0"]["ms"]
+    assert f"Of the {gap:.0f} ms from zero-0 to ddp {more:.0f} are copies" in " ".join(readme.split())
     machine, work = works["1.5B"]["machine"], works["1.5B"]["work"]
     assert f"On {machine['cards']} x {machine['card'].removeprefix('NVIDIA ')} (torch {machine['torch']}" in readme
     assert (work["sequence_length"], work["batch"], work["precision"]) == (1024, 8, "bf16")

@@ -260,7 +260,7 @@ def test_an_extra_that_is_not_installed_is_named(monkeypatch, tmp_path):
         ("--export-gpt2", "safetensors"),
         ("--init-from a.safetensors", "safetensors"),
     ):
-        with pytest.raises(ValueError, match=rf'{flag} needs a package: pip install "zero-mini\[{extra}\]"'):
+        with pytest.raises(ValueError, match=rf'{flag} needs a package: pip install -e "\.\[{extra}\]"'):
             train_gpt.prepare(parse([*flag.split(), "--out", str(tmp_path)]), Place(0, 1, 0, 1))
 
 

@@ -35,9 +35,9 @@ that shared the GPU with a collective, wire that nothing hid, and the GPU waitin
 
 (1.5B on 2 x H100, the others on 2 x H200. "host": the time of a step with next to nothing to multiply.)
 
-So a stage that is behind a goal of 0.93 of plain pays the update, which is a part of training, and the copies; 350M at
+So what a stage loses to plain is the update, which is a part of training, and the copies; 350M at
 batch 8 ends where the host does: at stage 3 it launches a step in 68 ms, longer than what the GPU computes. With
-checkpointing plain itself is 401 ms, 1.06 x faster than FSDP2's 425, so 1.05 x leaves 1 % for update, copies and wire.
+checkpointing plain itself is 401 ms, and FSDP2's step 425: nothing could be more than 1.06 x as fast as that.
 The compiled rows come from a host that was slower than the GPUs (profiled, so slower still, a step took 231 to 275 ms):
 a rank that is late makes the other one's collective long. On a faster host, in a run of stages 1 and 3 only, they took
 180 and 183 ms beside a plain 167, which is 0.927 and 0.911 of it.
@@ -200,7 +200,7 @@ def save(folder: Path, name: str, entry: dict) -> dict:
 def draw(folder: Path) -> None:
     """DIR/speed.png, if there is something to draw with."""
     if importlib.util.find_spec("matplotlib") is None:
-        print("no picture: matplotlib is not installed (pip install 'zero-mini[lessons]')")
+        print("no picture: matplotlib is not installed (pip install -e '.[lessons]')")
         return
     from zero_mini.plots import speed
 
@@ -221,6 +221,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.rounds < 1 or options.ranks < 1:
         parser.error("--rounds and --ranks must be at least 1")
+    for name in options.work if not gpus else ():
+        if WORKS[name].bf16:
+            parser.error(f'--work "{name}" is for GPUs, and torch finds none here; --work cpu runs without')
     return options
 
 

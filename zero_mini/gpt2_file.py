@@ -11,7 +11,7 @@
 There a linear layer is a "Conv1D" whose matrix is (inputs, outputs); biases are what they are. The head is tied to
 `wte` on both sides, and stored once. `transformers.GPT2LMHeadModel.from_pretrained(FOLDER)` reads the folder.
 
-Needs the package safetensors: pip install "zero-mini[safetensors]". Left out: the tokenizer.
+Needs the package safetensors: pip install -e ".[safetensors]". Left out: the tokenizer.
 """
 
 import json

@@ -109,7 +109,7 @@ def prepare(options: Options, place: Place) -> Job:
         (f"--init-from {options.init_from}", str(options.init_from).endswith(".safetensors"), "safetensors"),
     ):
         if wanted and importlib.util.find_spec(package) is None:
-            raise ValueError(f'{flag} needs a package: pip install "zero-mini[{package}]"')
+            raise ValueError(f'{flag} needs a package: pip install -e ".[{package}]"')
     sequences = min(VALIDATION_SEQUENCES, text.count_sequences(held_out, config.T, "the validation text"))
     validation = text.validation_batches(held_out, config.T, sequences, place.rank, ranks, micro_batch)
     weights = None
