@@ -8,8 +8,7 @@ and every collective arrives as late as it may, so that nothing passes by good l
 Two weaker promises are asked for by name. `may_raise`: an error, on every rank, is as good. `may_be_nan`:
 a tensor that is all NaN is as good, since nobody takes it for a value.
 
-The tests that use this, by their fixture `compare`: test_parameters.py, test_full_params.py, test_gradients.py,
-test_optimizers.py, test_exceptions.py, test_evaluation.py, test_unusual_models.py.
+Tests use it by the fixtures `compare` and `compare_fp32` of conftest.py.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What all tests share: pools of ranks."""
+"""What all tests share: pools of ranks, records, and a script that is run both ways."""
 
 import contextlib
 import functools
