@@ -144,15 +144,6 @@ class TorchDDP(Alone):
         self.no_sync = self.model.no_sync
 
 
-class ZerosForNone(TorchDDP):
-    """torch DDP, with a zero gradient for what no rank used."""
-
-    def before_step(self) -> None:
-        for param in self.module.parameters():
-            if param.requires_grad and param.grad is None:
-                param.grad = torch.zeros_like(param)
-
-
 class CastDDP(TorchDDP):
     """torch DDP in mixed precision by hand: it trains a copy in `compute_dtype`, the optimizer an fp32 master."""
 

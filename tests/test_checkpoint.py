@@ -418,8 +418,7 @@ def test_a_load_is_no_part_of_a_steps_ledger(ranks, tmp_path):
 
 def test_what_no_file_holds_is_not_made_up():
     half = {"offset": 2, "master": torch.arange(3.0), "states": {}}
-    numbers = {"a": {"step": torch.tensor(3.0)}, "b": {"step": torch.tensor(4.0)}}
-    stored = Stored([{"parts": {"w": half}, "numbers": numbers, "buffers": {}}])
+    stored = Stored([{"parts": {"w": half}, "numbers": {}, "buffers": {}}])
 
     class Unit:
         names, shapes, offsets, groups = ["w"], [torch.Size([5])], [0], [0]
@@ -428,10 +427,6 @@ def test_what_no_file_holds_is_not_made_up():
     assert target.tolist() == [1, 2, 0]
     with pytest.raises(ValueError, match="2 elements of w lie in no file"):
         stored.fill(torch.zeros(5), Unit, 0)
-    with pytest.raises(
-        ValueError, match=r"tensor\(4.\).* for b and .*tensor\(3.\).* for a cannot be one tensor's.*units"
-    ):
-        stored.numbers_of(["a", "b"])
 
 
 # --- what cannot be saved ---------------------------------------------------------------------

@@ -98,9 +98,10 @@ def not_on_the_last_rank(original):
     def before_step(self):
         original(self)
         if self.rank == self.world_size - 1:
-            for unit in self.trainable:
-                for _, piece in unit.pieces:
-                    piece.grad = None
+            with plainly():
+                for unit in self.trainable:
+                    for _, piece in unit.pieces:
+                        set_grad(piece, None)
 
     return before_step
 

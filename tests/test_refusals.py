@@ -441,10 +441,6 @@ class Loop:
         return [value.detach().clone() for value in self.model.state_dict().values()]
 
 
-def write_to_data(loop):
-    loop.model.enter.weight.data = torch.zeros(4, 2)
-
-
 def step_with_gradients_under_full_params(loop):
     with loop.zero.full_params():
         loop.optimizer.step()
@@ -461,15 +457,9 @@ REFUSED = {
         lambda loop: nn.utils.clip_grad_value_(loop.model.parameters(), 1.0),
         r"full_params\(grads=True\)",
     ),
-    "set .data": (write_to_data, r"before zeroify\(\)|full_params\(\)"),
     "half": (lambda loop: loop.model.half(), r"before zeroify\(\)|full_params"),
     "to dtype": (lambda loop: loop.model.to(torch.float64), r"before zeroify\(\)|full_params"),
     "double of a submodule": (lambda loop: loop.model.blocks[1].double(), r"before zeroify\(\)|full_params"),
-    "to_empty": (lambda loop: loop.model.to_empty(device="cpu"), r"before zeroify\(\)|full_params"),
-    "vector_to_parameters": (
-        lambda loop: nn.utils.vector_to_parameters(torch.zeros(1000), loop.model.parameters()),
-        r"before zeroify\(\)|full_params",
-    ),
     "deepcopy": (lambda loop: copy.deepcopy(loop.model), r"model\.state_dict\(\)"),
     "deepcopy of a block": (lambda loop: copy.deepcopy(loop.model.blocks[1]), r"model\.state_dict\(\)"),
     "pickle": (lambda loop: pickle.dumps(loop.model.blocks), r"model\.state_dict\(\)"),

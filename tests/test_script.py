@@ -94,7 +94,7 @@ def changed_at_rest(stage, through_data):
     torch.manual_seed(0)
     model = Chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    zeroify(model, optimizer, stage=stage)
+    zeroify(model, optimizer, stage=stage, dtype=torch.bfloat16)
     model(torch.ones(2, 3), skip=False).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -111,7 +111,7 @@ def changed_at_rest(stage, through_data):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_write_that_nothing_can_follow_raises(ranks, stage, through_data):
     for said in ranks(2).run(changed_at_rest, stage, through_data):
-        assert "blocks.0.weight was changed in place" in said and "full_params" in said
+        assert "blocks.0.weight" in said and "zero.full_params()" in said
 
 
 def late_peer():

@@ -109,20 +109,21 @@ class Comm(Ledger):
             dist.all_gather_object(values, value, group=self.host_group)
         return values
 
-    def agree(self) -> None:
-        """Raise, on every rank, if ranks launched different collectives since the step began.
+    def agree(self, words: list[int]) -> list[list[int]]:
+        """Every rank's words (int64, as many on each), in rank order, if ranks launched the same collectives.
+
+        RuntimeError, on every rank, if they launched different ones since the step began.
 
         Collectives of one size match whatever they carry, so a rank that runs another module than
         its peers would be given their numbers for its own, without an error.
         """
-        if self.digest == self.agreed:
-            return
-        digests = torch.empty(self.world_size, dtype=torch.int64)
+        mine = torch.tensor([self.digest, *words])
+        rows = torch.empty(self.world_size * mine.numel(), dtype=torch.int64)
         with self._between_hosts():
-            self._all_gather(digests, torch.tensor([self.digest]), group=self.host_group)
-        self.agreed = self.digest
-        if digests.unique().numel() == 1:
-            return
+            self._all_gather(rows, mine, group=self.host_group)
+        rows = rows.view(self.world_size, -1).tolist()
+        if len({digest for digest, *_ in rows}) == 1:
+            return [words for _, *words in rows]
         everyone = self.host_gather([call.line for call in self.calls])
         for number, lines in enumerate(zip_longest(*everyone, fillvalue="nothing"), start=1):
             if told := difference((self.steps, number), dict(enumerate(lines))):

@@ -50,16 +50,16 @@ with unequal numbers of batches.
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
-from zero_mini import one_pass, watch
+from zero_mini import agreement, one_pass, pieces, watch
 from zero_mini.clip import Clipping
 from zero_mini.comm import Comm
 from zero_mini.flat import Unit
-from zero_mini.held import HeldParameter, set_grad
+from zero_mini.held import HeldParameter, plainly, set_grad
 from zero_mini.hooks import Hooks
 from zero_mini.inventory import Inventory
 from zero_mini.loss_scale import Scaling
@@ -84,6 +84,8 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
         self.syncing = True  # a backward sends what it brings: not under no_sync()
         self.buffers_due = True  # at the next forward
         self.followed = False  # the step has written casts too, so that `follow` has nothing left to do
+        self.means_due = False  # a backward has brought gradients that the pieces have not been given
+        self.shards_open = False  # pieces are closed: the optimizer reads and writes them in a step alone
         self.forget_backward()
         self.forget_coefficient()
         self.begin_scaling(scaler)
@@ -96,14 +98,18 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
             self.own(unit, values)
             watch.note_versions(unit)
             for param in unit.params:
-                param.__class__, param.unit, param.grad = HeldParameter, unit, None
-        self.nothing = torch.full((), float("nan"), dtype=self.master_dtype, device=units[0].master.device)
+                set_grad(param, None)
+                param.unit = unit
+                param.__class__ = type(param) if isinstance(param, HeldParameter) else HeldParameter
+            unit.stage = weakref.ref(self)
         model.to(device)  # what is left: buffers
         parts = [(name, *name.rpartition(".")) for name, _ in model.named_buffers()]
         self.buffers = [(name, model.get_submodule(path), key) for name, path, _, key in parts]
         self._sync_buffers()
         comm.end_step()
-        self._point_optimizer_to_pieces()
+        for unit in self.trainable:
+            pieces.make_pieces(self, unit)
+        pieces.point_optimizer_to_pieces(self)
         self.connect()
 
     # --- the moments -------------------------------------------------------------------------
@@ -121,6 +127,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
     def before_model(self) -> None:
         """A forward of the whole model begins: forget what the last one left, also if it raised."""
         self.forget_backward()
+        pieces.set_open(self, False)  # a step that failed has left them open
         for unit in self.units:
             unit.outstanding = 0
         if self.buffers_due:
@@ -133,9 +140,9 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
         """The unit's parameters have been used. Stage 0 keeps them."""
 
     def before_backward(self, unit: Unit) -> None:
-        """Backward has reached the unit, so it has left the ones before."""
+        """Backward has reached the unit, so it has left the ones before. The root is around all others: it ends no turn."""
         for left in [u for u in self.entered if u.modules[0] is not unit.modules[0]]:
-            if left.outstanding == 0 and not left.is_root:  # called again, or all around the others
+            if left.outstanding == 0 and not left.is_root and not unit.is_root:
                 self.on_grad(left)
         if unit not in self.entered:
             self.entered.append(unit)
@@ -150,7 +157,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
     def send_ready(self) -> None:
         """What has been collected goes on the wire, as far as it is next in order."""
         while self.syncing and self.unsent and self.unsent[-1] in self.ready:
-            self._send(self.unsent.pop())
+            self.send(self.unsent.pop())
 
     def reduce(self, unit: Unit) -> None:
         """Launch the mean of the unit's gradients. Stage 0 wants all of it on every rank."""
@@ -178,25 +185,30 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
         self.send_ready()
         for unit in list(self.entered):
             self.on_grad(unit)
-        watch.check_turns(self.units)
+        for unit in self.units:
+            if unit.grads_arrived():
+                self.check_late(unit)
         if self.collecting:
             for unit in reversed(self.unsent):
                 if unit not in self.ready:  # it was not used here; it may have been on other ranks
                     unit.take_grads(self.master_dtype)
                 if self.syncing:
-                    self._send(unit)
+                    self.send(unit)
         if self.syncing and self.collecting:
             for unit in reversed(self.trainable):
                 if unit.grad is not None:  # sent, and has come again, as under re-entrant checkpointing
-                    self._send(unit)
-                for _, piece in unit.pieces:  # until the step: nobody may take "no gradient yet" for "none"
-                    piece.grad = self.nothing.expand(piece.shape)
+                    self.send(unit)
+            self.means_due = True
         self.forget_backward()
+
+    def check_late(self, unit: Unit) -> None:
+        """Gradients came that no moment of the script collected. They are true where parameters stay in place, as here."""
 
     @torch.no_grad()
     def begin_step(self) -> None:
         """The optimizer's step has been called: hand it its gradients, or do what it would."""
         self.check_nothing_is_whole()
+        pieces.set_open(self, True)
         self.followed = False
         if self.scaler is not None:
             self.collect_means()
@@ -226,8 +238,10 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
                 unit.own_grad = unit.own_grad.to(self.master_dtype)
                 if self.coefficient is not None:
                     unit.own_grad.mul_(self.coefficient.to(unit.own_grad.device))
-                for (_, piece), (_, grad) in zip(unit.pieces, unit.cut(unit.own_grad)):
-                    piece.grad = grad
+                with plainly():
+                    for _, piece, grad in unit.used_pieces(unit.own_grad):
+                        set_grad(piece, grad)
+        self.means_due = False
         self.forget_coefficient()
 
     def collect_means(self) -> None:
@@ -240,14 +254,14 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
     def check_step(self) -> None:
         """See that nothing but the script has brought a gradient or changed a parameter, and that ranks agree."""
         self.close_broken_calls()
-        self.comm.agree()
+        agreement.agree(self)
         for unit in self.units:
             watch.check_untouched(unit)
-            watch.check_gradients(unit)
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Publish every unit's new values, in the order in which the next forward needs them."""
+        pieces.set_open(self, False)
         for unit in self.trainable if not self.overflow else []:
             if not self.followed:
                 self.follow(unit)
@@ -278,15 +292,40 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient, also those on their way. Stands in for both objects' zero_grad."""
         self.forget_coefficient()
-        self.overflow = None
+        self.overflow, self.means_due = None, False
+        pieces.set_open(self, False)
         for unit in self.units:
             self.at_hand(unit)
             zeros = torch.zeros_like(unit.master) if unit.holds_gradient and not set_to_none else None
             unit.grad, unit.own_grad = None, zeros
-            for param in unit.params:
-                set_grad(param, None)
-            for _, piece in unit.pieces:
-                piece.grad = None
+            if set_to_none:
+                unit.used = 0
+            with plainly():
+                for tensor in (*unit.params, *(piece for _, piece in unit.pieces)):
+                    set_grad(tensor, None)
+
+    def updating(self) -> contextlib.AbstractContextManager:
+        """Within, the optimizer's parameters may be changed outside step(), as schedule-free's eval() does. Collective."""
+        return pieces.updating(self)
+
+    def unfreeze(self, param: HeldParameter) -> None:
+        """requires_grad_(True) of a parameter that was frozen at zeroify()."""
+        pieces.unfreeze(self, param)
+
+    # --- an operation outside a turn, for out_of_turn.py --------------------------------------
+
+    @torch.no_grad()
+    def fetch(self, unit: Unit, what: str) -> None:
+        """`what` needs the unit's parameters outside its turn: they are here, or will be without another rank's doing."""
+        self.before_forward(unit)
+
+    def check_write(self, unit: Unit, what: str) -> None:
+        """`what` has written to them. RuntimeError where the master does not follow."""
+        watch.check_untouched(unit)
+
+    def after_operation(self, unit: Unit, result: object) -> object:
+        """They were used outside a turn; returns the result. Here they stay in place."""
+        return result
 
     # --- values from outside the script, for whole.py ----------------------------------------
 
@@ -298,15 +337,6 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
 
     # --- its own business -------------------------------------------------------------------
 
-    def _point_optimizer_to_pieces(self) -> None:
-        groups = self.optimizer.param_groups
-        for group in groups:
-            group["params"] = []
-        for unit in self.trainable:
-            unit.pieces = [(group, nn.Parameter(view)) for group, view in unit.cut(unit.master)]
-            for group, piece in unit.pieces:
-                groups[group]["params"].append(piece)
-
     def forget_backward(self) -> None:
         """No backward is running: it has ended, or failed."""
         self.in_backward = self.collecting = False  # collecting: it brings gradients to the parameters
@@ -314,7 +344,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
         self.unsent: list[Unit] = []  # units whose reduction this backward still owes
         self.ready: set[Unit] = set()  # those of them whose gradients have been collected
 
-    def _send(self, unit: Unit) -> None:
+    def send(self, unit: Unit) -> None:
         self.finish(unit)  # an earlier micro-batch's
         self.reduce(unit)
         unit.grad = None  # `reducing` keeps the buffer for as long as it is needed

@@ -43,7 +43,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero_mini.flat import Unit, set_data
+from zero_mini.flat import Unit
+from zero_mini.held import plainly, set_data
 from zero_mini.memory import CATEGORIES
 from zero_mini.offload import Offload
 from zero_mini.whole import is_elementwise
@@ -169,8 +170,9 @@ class OnDisk(Offload):
     def install(self, unit: Unit, tensors: list[Tensor]) -> None:
         """They are what the optimizer sees."""
         unit.master, *states = tensors
-        for (_, piece), (_, view) in zip(unit.pieces, unit.cut(unit.master)):
-            set_data(piece, view)
+        with plainly():
+            for (_, piece), (_, view) in zip(unit.pieces, unit.cut(unit.master)):
+                set_data(piece, view)
         for (number, key, _), value in zip(self.layout[unit], states):
             self.optimizer.state[unit.pieces[number][1]][key] = value
 

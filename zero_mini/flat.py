@@ -15,26 +15,27 @@ A slice takes no notice of where a tensor begins or ends: half a matrix is as go
 because the optimizers that ZeRO is for update element by element. That is what makes the shares
 equal to the element however odd the model is.
 
-Inside a unit the parameters are sorted by the optimizer's param group, so that a group is one
-range of the buffer and this rank's part of it one *piece*, a view: weight decay, learning rate
-and schedulers keep working on groups. Each parameter starts on an ALIGN boundary, so that kernels
-see aligned memory as they do in an unsharded model. Gaps are zero, and stay zero: their gradient
-is zero.
+Inside a unit the parameters are sorted by the optimizer's param group, so that a group is one *run*
+of the buffer and this rank's part of it one *piece*, a view: weight decay, learning rate and
+schedulers keep working on groups. A parameter that no rank used in a step, while others of its run
+were used, becomes a run of its own: the optimizer passes over its piece, and counts its steps, as
+torch's does. Each parameter starts on an ALIGN boundary, so that kernels see aligned memory as they
+do in an unsharded model. Gaps are zero, and stay zero: their gradient is zero.
 
 Left out: parameters of several dtypes in one model, and sparse ones (see checks.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from weakref import ReferenceType
 
 import torch
 from torch import nn
 from torch._utils import _flatten_dense_tensors
 
-from zero_mini.held import grad_of, set_grad
+from zero_mini.held import HeldParameter, HiddenParameter, grad_of, plainly, set_data, set_grad
 
 ALIGN = 32  # elements: 128 bytes in fp32, 64 in bf16
-set_data = torch.Tensor.data.__set__  # gives a parameter other memory, and leaves its version counter alone
 
 
 def round_up(numel: int, multiple: int) -> int:
@@ -61,6 +62,7 @@ class Unit:
     rank: int
     world_size: int
     is_root: bool = False  # its turn is around all the others'
+    is_grouped: bool = True  # its parameters are in the optimizer's param groups; frozen ones need not be
     middle: nn.Parameter | None = None  # whose gradient says that backward is half through the unit
     full: torch.Tensor | None = None  # (P) what the model computes with; stage 3 has none
     master: torch.Tensor | None = None  # (P) or (S) what this rank's optimizer updates
@@ -69,8 +71,13 @@ class Unit:
     pieces: list[tuple[int, nn.Parameter]] = field(default_factory=list)  # (group, view of master)
     reducing: tuple | None = None  # (work, result, buffer) of a reduction under way
     outstanding: int = 0  # forward calls whose backward has not come yet
+    used: int = 0  # bit i: this rank has brought a gradient to params[i] since zero_grad()
+    used_anywhere: int = 0  # the same on any rank, as ranks told each other at the step
+    apart: set[int] = field(default_factory=set)  # params that are a run of their own
+    stage: ReferenceType | None = None  # of the stage that trains it
     is_whole: bool = False  # shown by zero.full_params()
-    nothing: list[torch.Tensor] = field(default_factory=list)  # a NaN in each parameter's shape, without memory
+    shows_grads: bool = False  # and gradients too, by zero.full_params(grads=True)
+    nothing: list[torch.Tensor] = field(default_factory=list)  # one NaN in each parameter's shape: takes no memory
     shown: list[torch.Tensor] = field(default_factory=list)  # what its parameters are now: `nothing`, or views
     versions: list[int] = field(default_factory=list)  # how often each parameter had been written to (watch.py)
 
@@ -93,11 +100,16 @@ class Unit:
             if start + param.numel() < end
         ]
         self.is_dense = not self.gaps and all(param.is_contiguous() for param in self.params)
-        self.ranges = {self.P: self._ranges(0, self.P), self.S: self._ranges(self.rank * self.S, self.S)}
+        self.find_runs()
 
     @property
     def holds_gradient(self) -> bool:
         return any(state is not None for state in (self.grad, self.own_grad, self.reducing))
+
+    @property
+    def hides_gradient(self) -> bool:
+        """A parameter's .grad would be None although there is a gradient."""
+        return self.holds_gradient and not self.shows_grads
 
     def own(self, buffer: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """buffer (P) -> this rank's (or another's) slice (S), a view."""
@@ -132,7 +144,13 @@ class Unit:
 
     def grads_arrived(self) -> int:
         """How many parameters hold a gradient that no flat buffer has taken yet."""
-        return sum(grad_of(param) is not None for param in self.params)
+        with plainly():
+            return sum(grad_of(param) is not None for param in self.params)
+
+    def note_used(self) -> None:
+        """Remember which parameters have brought a gradient."""
+        with plainly():
+            self.used |= sum(1 << index for index, param in enumerate(self.params) if grad_of(param) is not None)
 
     def take_grads(self, accumulate_dtype: torch.dtype) -> None:
         """Move every parameter's .grad into `grad` (P): the first is copied, further ones are added.
@@ -140,19 +158,21 @@ class Unit:
         Sums of several micro-batches are kept in `accumulate_dtype`: bf16 would stall (512 times
         1.0 adds up to 256). A parameter without a gradient counts as zero.
         """
-        grads = [grad_of(param) for param in self.params]
-        if self.grad is None and self.is_dense and all(grad is not None for grad in grads):
-            self.grad = _flatten_dense_tensors(grads)  # what the next branch does, in one operation
-        elif self.grad is None:
-            self.grad = torch.empty(self.P, dtype=self.params[0].dtype, device=self.params[0].device)
-            self.fill(self.grad, grads)
-        else:
-            self.grad = self.grad.to(accumulate_dtype)
-            present = [(view, grad) for view, grad in zip(self.views(self.grad), grads) if grad is not None]
-            if present:
-                torch._foreach_add_(*map(list, zip(*present)))
-        for param in self.params:
-            set_grad(param, None)
+        with plainly():
+            grads = [grad_of(param) for param in self.params]
+            self.note_used()
+            if self.grad is None and self.is_dense and all(grad is not None for grad in grads):
+                self.grad = _flatten_dense_tensors(grads)  # what the next branch does, in one operation
+            elif self.grad is None:
+                self.grad = torch.empty(self.P, dtype=self.params[0].dtype, device=self.params[0].device)
+                self.fill(self.grad, grads)
+            else:
+                self.grad = self.grad.to(accumulate_dtype)
+                present = [(view, grad) for view, grad in zip(self.views(self.grad), grads) if grad is not None]
+                if present:
+                    torch._foreach_add_(*map(list, zip(*present)))
+            for param in self.params:
+                set_grad(param, None)
 
     def fill(self, buffer: torch.Tensor, tensors: list) -> torch.Tensor:
         """buffer (P) <- one tensor a parameter; zero where it is None and in the gaps."""
@@ -168,28 +188,53 @@ class Unit:
         return buffer
 
     def show(self, views: list[torch.Tensor]) -> None:
-        """Let the parameters be these views."""
+        """Let the parameters be these views; `nothing` hides them."""
         if views is not self.shown:
-            for param, view in zip(self.params, views):
-                set_data(param, view)
+            cls = HiddenParameter if views is self.nothing else HeldParameter
+            with plainly():
+                for param, view in zip(self.params, views):
+                    set_data(param, view)
+                    param.__class__ = cls
             self.shown = views
 
     def rest(self) -> None:
-        """Out of turn: the right shapes, no memory, and values that nobody can mistake."""
+        """Out of turn: the right shapes, no memory, and no value that an operation could read."""
         self.show(self.nothing)
 
     def cut(self, owned: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """owned, (P) or a slice (S) -> [(group, view)], one for each group that reaches into it."""
-        return [(group, owned[low:high]) for group, low, high in self.ranges[owned.numel()]]
+        """owned, (P) or a slice (S) -> [(group, view)], one for each run that reaches into it."""
+        return [(run.group, owned[run.low : run.high]) for run in self.runs[owned.numel()]]
 
-    def _ranges(self, begin: int, numel: int) -> list[tuple[int, int, int]]:
-        """[(group, low, high)] of the groups that reach into buffer[begin:][:numel], counted from `begin`."""
-        ranges = []
-        for group in sorted(set(self.groups)):
-            first = self.groups.index(group)
-            after = first + self.groups.count(group)
-            low = max(self.offsets[first] - begin, 0)
-            high = min((self.offsets[after] if after < len(self.params) else self.P) - begin, numel)
-            if low < high:
-                ranges.append((group, low, high))
-        return ranges
+    def used_pieces(self, owned: torch.Tensor) -> Iterator[tuple[int, nn.Parameter, torch.Tensor]]:
+        """(group, piece, its part of `owned`) of what any rank used since zero_grad(): what the optimizer updates."""
+        for run, (group, piece), (_, view) in zip(self.runs[owned.numel()], self.pieces, self.cut(owned)):
+            if self.used_anywhere >> run.first & (1 << run.after - run.first) - 1:
+                yield group, piece, view
+
+    def find_runs(self) -> None:
+        """`runs`: {P: the runs of the whole buffer, S: those that reach into this rank's slice}."""
+        self.runs = {self.P: self._runs(0, self.P), self.S: self._runs(self.rank * self.S, self.S)}
+
+    def _runs(self, begin: int, numel: int) -> list["Run"]:
+        """The runs that reach into buffer[begin:][:numel], counted from `begin`."""
+        runs, first = [], 0
+        for after in range(1, len(self.params) + 1):
+            is_end = after == len(self.params)
+            if is_end or self.groups[after] != self.groups[first] or {first, after} & self.apart:
+                low = max(self.offsets[first] - begin, 0)
+                high = min((self.P if is_end else self.offsets[after]) - begin, numel)
+                if low < high:
+                    runs.append(Run(self.groups[first], first, after, low, high))
+                first = after
+        return runs
+
+
+@dataclass(frozen=True)
+class Run:
+    """params[first:after] of a unit, which the optimizer sees as one, and where they lie in (a slice of) its buffer."""
+
+    group: int
+    first: int
+    after: int
+    low: int
+    high: int

@@ -20,12 +20,13 @@ unannounced, and the end of the backward says so.
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
 
 from zero_mini.flat import Unit
+from zero_mini.held import plainly
 from zero_mini.precision import cast
 
 
@@ -33,16 +34,24 @@ class Hooks:
     """`self` is a stage: units, model, and the moments that are called here."""
 
     def connect(self) -> None:
-        """Once. Pre-hooks run before the user's own, which may read weights."""
+        """Once. Pre-hooks run before the user's own, which may read weights; torch.compile does not trace hooks."""
+        enter, leave = torch.compiler.disable(self._enter_forward), torch.compiler.disable(self._leave_forward)
+        start, end = torch.compiler.disable(self._start), torch.compiler.disable(self._end)
         for unit in self.units:
             for module in unit.modules:
-                module.register_forward_pre_hook(partial(self._enter_forward, unit), prepend=True)
-        self.model.register_forward_pre_hook(self._start, prepend=True, with_kwargs=True)
-        self.model.register_forward_hook(self._end)  # first, so that the root's outputs are those that were cast
+                module.register_forward_pre_hook(partial(enter, unit), prepend=True)
+        self.model.register_forward_pre_hook(start, prepend=True, with_kwargs=True)
+        self.model.register_forward_hook(end)  # first, so that the root's outputs are those that were cast
         for unit in self.units:
             for module in unit.modules:
-                module.register_forward_hook(partial(self._leave_forward, unit))
-            if unit.trainable and not unit.is_root:
+                module.register_forward_hook(partial(leave, unit), with_kwargs=True)
+            if unit.trainable:
+                self.hook_middle(unit)
+
+    def hook_middle(self, unit: Unit) -> None:
+        """Backward says when it is half through the unit."""
+        if not unit.is_root:
+            with plainly():
                 unit.middle.register_post_accumulate_grad_hook(partial(halfway, weakref.ref(self)))
 
     def _start(self, model, args, kwargs):
@@ -63,21 +72,30 @@ class Hooks:
         if not self.showing_whole:
             if backward_is_running():
                 self._begin_backward()  # a recompute: the outermost backward is known here, not later
+            elif self.in_backward:
+                self.forget_backward()  # that one failed
             self.before_forward(unit)
 
-    def _leave_forward(self, unit, module, args, output) -> None:
+    def _leave_forward(self, unit, module, args, kwargs, output) -> None:
         if self.showing_whole:
             return
         # A recompute of a call that is already being waited for makes a graph that nobody enters.
-        again = backward_is_running() and (unit.outstanding or unit in self.entered)
-        tensors = [t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None]
-        if tensors and not again:
+        if not (backward_is_running() and (unit.outstanding or unit in self.entered)):
+            self.hook_outputs(unit, output, (args, kwargs))
+        if module is unit.modules[-1]:
+            self.after_forward(unit)
+
+    def hook_outputs(self, unit: Unit, output: object, inputs: object = ()) -> None:
+        """Backward enters the unit with the first gradient of its outputs. An input that is handed on is no output."""
+        passed = {id(tensor) for tensor in tensors_in(inputs)}
+        outputs = list(tensors_in(output))
+        outputs += [t._base for t in outputs if t._is_view()]  # changing a view in place cuts the view's own hook off
+        tensors = [t for t in outputs if t.grad_fn is not None and id(t) not in passed]
+        if tensors:
             unit.outstanding += 1
             entered_in: list[int] = []  # the last backward that came here, by whichever of the outputs was first
             for tensor in tensors:
                 tensor.register_hook(partial(self._enter_backward, unit, entered_in))
-        if module is unit.modules[-1]:
-            self.after_forward(unit)
 
     def _enter_backward(self, unit: Unit, entered_in: list[int], grad) -> None:
         if torch.is_grad_enabled():
@@ -106,7 +124,8 @@ def hook_optimizer(zero: Hooks) -> None:
     optimizer = zero.optimizer
 
     def before_step(_, args, kwargs):
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        by_position = len(args) > 1  # args[0] is the optimizer
+        closure = args[1] if by_position else kwargs.get("closure")
         if closure is None:
             zero.begin_step()
             return None
@@ -116,7 +135,9 @@ def hook_optimizer(zero: Hooks) -> None:
             zero.begin_step()
             return loss
 
-        return (args[0], closure_then_means), {}
+        if by_position:
+            return (args[0], closure_then_means, *args[2:]), kwargs
+        return args, kwargs | {"closure": closure_then_means}
 
     def only_shards(*_):
         raise RuntimeError(
@@ -132,7 +153,20 @@ def hook_optimizer(zero: Hooks) -> None:
     optimizer.register_state_dict_pre_hook(only_shards)
     optimizer.register_load_state_dict_pre_hook(only_shards)
     optimizer.add_param_group = no_new_groups
+    for name in ("train", "eval"):  # schedule-free optimizers exchange parameters for averages there
+        if callable(getattr(optimizer, name, None)):
+            setattr(optimizer, name, within(zero.updating, getattr(optimizer, name)))
     optimizer.zero_grad = zero.model.zero_grad = zero.zero_grad
+
+
+def within(context: Callable, method: Callable) -> Callable:
+    """The method, called within context()."""
+
+    def call(*args, **kwargs):
+        with context():
+            return method(*args, **kwargs)
+
+    return call
 
 
 def halfway(zero: weakref.ref, _) -> None:

@@ -5,7 +5,7 @@
     optimizer       its states, and in mixed precision the fp32 master (the paper's K = 12 counts it so)
     activations     inputs of checkpointed blocks that wait at the host or in an arena; autograd's are not in reach
     communication   stage 3's slots; what offload copies up from
-    other           buffers of the model, and the NaN that stand for what is not there
+    other           buffers of the model, and the numbers that give parameters out of turn their shapes
 
 A storage that is listed twice is counted once (`memory.walk`), so views do no harm. What a stage keeps beside this, it
 adds by overriding `tensors` (zero3.py, offload.py).
@@ -19,7 +19,7 @@ import torch
 from zero_mini.activations import waiting_places
 from zero_mini.comm import Call
 from zero_mini.flat import Unit
-from zero_mini.held import grad_of
+from zero_mini.held import grad_of, plainly
 from zero_mini.host_activations import HostMemory
 from zero_mini.memory import walk
 
@@ -53,12 +53,13 @@ class Inventory:
             if unit.full is not None:
                 yield "parameters", unit.name, unit.full
             sent = unit.reducing[1:] if unit.reducing else ()
-            for grad in (unit.own_grad, unit.grad, *sent, *(grad_of(param) for param in unit.params)):
+            with plainly():
+                arrived = [grad_of(param) for param in unit.params]
+            for grad in (unit.own_grad, unit.grad, *sent, *arrived):
                 if grad is not None:
                     yield "gradients", unit.name, grad
             yield from self.states(unit)
             yield "other", unit.name, unit.nothing[0]
-        yield "other", "nothing", self.nothing
         for name, buffer in self.model.named_buffers():
             yield "other", name, buffer
         for place in waiting_places(self.model):

@@ -59,7 +59,7 @@ class Ledger:
         self.recording = True  # evaluation does not enter `calls`
         self.steps = 0
         self.number = 0  # of collectives since the step began, evaluation included
-        self.digest = self.agreed = 0  # of everything launched so far; of what ranks have compared
+        self.digest = 0  # of everything launched so far
         self.seen: dict[tuple, tuple[Call, bytes]] = {}  # each call, and the bytes that stand for it in the digest
 
     def end_step(self) -> None:

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from zero_mini.held import plainly, set_grad
+
 LARGEST_SCALE = torch.finfo(torch.float32).max  # the scaled loss is an fp32 number
 
 
@@ -128,8 +130,9 @@ class Scaling:
         """The optimizer finds no gradient, and so does nothing."""
         for unit in self.trainable:
             unit.own_grad = None
-            for _, piece in unit.pieces:
-                piece.grad = None
+            with plainly():
+                for _, piece in unit.pieces:
+                    set_grad(piece, None)
 
     def end_scaling(self) -> None:
         """The step is over: the scale follows from it. RuntimeError, on every rank, after too many overflows."""

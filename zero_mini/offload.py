@@ -239,7 +239,10 @@ class Offload:
 
     def update_in_parts(self, unit: Unit, staging: Tensor) -> None:
         """AdamW, and the cast to `staging`: parts so small that the fp32 gradient never leaves the CPU's caches."""
-        for (group, piece), (_, grad), (_, cast) in zip(unit.pieces, unit.cut(unit.own_grad), unit.cut(staging)):
+        used = list(unit.used_pieces(unit.own_grad))
+        if len(used) < len(unit.pieces):
+            staging.copy_(unit.master)
+        for (group, piece, grad), (_, _, cast) in zip(used, unit.used_pieces(staging)):
             state = one_pass.begun(self.optimizer, piece)
             state["step"] += 1
             wholes = (piece.detach(), grad, state["exp_avg"], state["exp_avg_sq"], cast)
@@ -259,7 +262,7 @@ class Offload:
         everything = [group["params"] for group in groups]
         for group in groups:
             group["params"] = []
-        for (group, piece), (_, part) in zip(unit.pieces, unit.cut(grad)):
+        for group, piece, part in unit.used_pieces(grad):
             piece.grad = part
             groups[group]["params"].append(piece)
         try:

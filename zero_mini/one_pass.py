@@ -32,16 +32,7 @@ BLOCK = 2048  # elements a program
 
 def suits(zero) -> bool:
     """Is there something to save, by an update that is known here, of gradients that nobody has taken to hand?"""
-    return (
-        zero.mixed
-        and knows(zero.optimizer)
-        and all(
-            piece.grad is not None and piece.grad.data_ptr() == zero.nothing.data_ptr()
-            for unit in zero.trainable
-            if unit.holds_gradient
-            for _, piece in unit.pieces
-        )
-    )
+    return zero.mixed and zero.means_due and knows(zero.optimizer)
 
 
 def knows(optimizer: torch.optim.Optimizer) -> bool:
@@ -61,7 +52,7 @@ def step(zero) -> None:
     units = [unit for unit in reversed(zero.trainable) if unit.holds_gradient]
     pieces: list[list[torch.Tensor]] = [[] for _ in groups]
     for unit in units:
-        for group, piece in unit.pieces:
+        for group, piece, _ in unit.used_pieces(unit.master):
             pieces[group].append(piece)
     factors = [step_factors(zero.optimizer, options, group) for options, group in zip(groups, pieces)]
     counts = [0] * len(groups)
@@ -69,8 +60,8 @@ def step(zero) -> None:
         zero.finish(unit)
         casts = [None] * len(unit.pieces)  # stage 3 casts as it gathers
         if unit.full is not None:
-            casts = [view for _, view in unit.cut(unit.kept(unit.full))]
-        for (group, piece), (_, grad), cast in zip(unit.pieces, unit.cut(unit.own_grad), casts):
+            casts = [view for _, _, view in unit.used_pieces(unit.kept(unit.full))]
+        for (group, piece, grad), cast in zip(unit.used_pieces(unit.own_grad), casts):
             state = zero.optimizer.state[piece]
             parts = (piece.detach(), grad, state["exp_avg"], state["exp_avg_sq"], cast)
             if factors[group] is None:
@@ -79,6 +70,7 @@ def step(zero) -> None:
                 launch(*parts, *factors[group], counts[group], zero.coefficient, groups[group])
             counts[group] += 1
             piece.grad = None
+    zero.means_due = False
 
 
 def step_factors(optimizer: torch.optim.Optimizer, options: dict, pieces: list[torch.Tensor]):

@@ -20,16 +20,16 @@ from dataclasses import dataclass
 import torch
 
 from zero_mini.ddp import DDP
-from zero_mini.flat import Unit
-from zero_mini.whole import is_elementwise
+from zero_mini.flat import Run, Unit
+from zero_mini.whole import is_elementwise, set_apart_what_differs
 
 
 @dataclass(frozen=True)
 class Part:
     """What lies of a parameter in a range of its unit's buffer."""
 
+    index: int  # of the parameter in its unit
     name: str
-    group: int
     offset: int  # of its first element in the parameter
     low: int  # and in the buffer
     high: int
@@ -37,16 +37,16 @@ class Part:
 
 def parts(unit: Unit, begin: int, end: int) -> Iterator[Part]:
     """What lies in buffer[begin:end], without padding."""
-    for name, shape, start, group in zip(unit.names, unit.shapes, unit.offsets, unit.groups):
+    for index, (name, shape, start) in enumerate(zip(unit.names, unit.shapes, unit.offsets)):
         low, high = max(start, begin), min(start + shape.numel(), end)
         if low < high:
-            yield Part(name, group, low - start, low, high)
+            yield Part(index, name, low - start, low, high)
 
 
-def held_pieces(unit: Unit) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(group, begin, piece) of each piece that the optimizer has of the buffer; a frozen unit has none."""
-    for (group, low, _), (_, piece) in zip(unit.ranges[unit.master.numel()], unit.pieces):
-        yield group, unit.begin_of(unit.master) + low, piece
+def held_pieces(unit: Unit) -> Iterator[tuple[Run, int, torch.Tensor]]:
+    """(run, begin, piece) of each piece that the optimizer has of the buffer; a frozen unit has none."""
+    for run, (_, piece) in zip(unit.runs[unit.master.numel()], unit.pieces):
+        yield run, unit.begin_of(unit.master) + run.low, piece
 
 
 def persistent_buffers(zero: DDP) -> dict[str, torch.Tensor]:
@@ -87,10 +87,15 @@ def take_out(zero: DDP) -> dict[str, dict]:
     stored, numbers = {}, {}
     for unit in zero.units:
         with zero.in_memory(unit):
-            here = {group for group, _, _ in unit.ranges[unit.S]}  # whose parameters, or padding, this rank has to give
-            pieces = {group: (begin, piece) for group, begin, piece in held_pieces(unit) if group in here}
+            here = {run.first for run in unit.runs[unit.S]}  # whose parameters, or padding, this rank has to give
+            pieces = {
+                index: (begin, piece)
+                for run, begin, piece in held_pieces(unit)
+                if run.first in here
+                for index in range(run.first, run.after)
+            }
             for part in parts(unit, unit.rank * unit.S, (unit.rank + 1) * unit.S):
-                begin, piece = pieces.get(part.group, (0, None))
+                begin, piece = pieces.get(part.index, (0, None))
                 states = {
                     key: copy_of(value[part.low - begin : part.high - begin])
                     for key, value in zero.optimizer.state.get(piece, {}).items()
@@ -99,8 +104,8 @@ def take_out(zero: DDP) -> dict[str, dict]:
                 start = unit.begin_of(unit.master)
                 master = copy_of(unit.master[part.low - start : part.high - start])
                 stored[part.name] = {"offset": part.offset, "master": master, "states": states}
-            for name, group in zip(unit.names, unit.groups):  # a parameter of no elements counts its steps too
-                _, piece = pieces.get(group, (0, None))
+            for index, name in enumerate(unit.names):  # a parameter of no elements counts its steps too
+                _, piece = pieces.get(index, (0, None))
                 for key, value in zero.optimizer.state.get(piece, {}).items():
                     if not is_elementwise(value, piece):
                         numbers.setdefault(name, {})[key] = copy_of(value)
@@ -140,29 +145,23 @@ class Stored:
             if missing:
                 raise ValueError(f"{missing} elements of {part.name} lie in no file of the checkpoint")
 
-    def state_of(self, piece: torch.Tensor, unit: Unit, begin: int, group: int, old: dict) -> dict:
+    def state_of(self, piece: torch.Tensor, unit: Unit, begin: int, run: Run, old: dict) -> dict:
         """The optimizer's state of a piece that begins there. Memory of the `old` state is used again if it fits."""
-        mine = [name for name, other in zip(unit.names, unit.groups) if other == group]
-        known = [name for name in mine if name in self.numbers or self.dtypes.get(name)]
-        names = known or unit.names  # it was nobody's, being padding alone: it counts its steps as the others do
+        names = unit.names[run.first : run.after]
+        if not any(shape.numel() for shape in unit.shapes[run.first : run.after]):
+            names = unit.names  # all of it is padding: it counts its steps as the others do
+        known = next((name for name in names if self.steps_of(name)), names[0])
         state = {}
         for key, dtype in {key: dtype for name in names for key, dtype in self.dtypes.get(name, {}).items()}.items():
             state[key] = old.get(key)
             if not is_elementwise(state[key], piece) or state[key].dtype != dtype:
                 state[key] = torch.empty_like(piece, dtype=dtype, requires_grad=False, pin_memory=piece.is_pinned())
             self.fill(state[key], unit, begin, key)
-        return state | self.numbers_of(names)
+        return state | self.numbers.get(known, {})
 
-    def numbers_of(self, names: list[str]) -> dict:
-        """What the optimizer keeps for all elements of these parameters at once."""
-        numbers = [(name, self.numbers[name]) for name in names if name in self.numbers]
-        for name, values in numbers:
-            if values != numbers[0][1]:
-                raise ValueError(
-                    f"the optimizer's {values} for {name} and {numbers[0][1]} for {numbers[0][0]} cannot be one "
-                    "tensor's: wrap the model with the units that it was saved with"
-                )
-        return numbers[0][1] if numbers else {}
+    def steps_of(self, name: str) -> object:
+        """What all parameters of one piece have in common: the optimizer's numbers, or whether it has a state at all."""
+        return self.numbers.get(name) or bool(self.dtypes.get(name))
 
 
 @torch.no_grad()
@@ -170,14 +169,16 @@ def put_in(zero: DDP, stored: Stored) -> None:
     """Make it the model's and the optimizer's, in place, wherever they live. Collective."""
     zero.zero_grad()
     for unit in zero.units:
+        if unit.trainable:
+            set_apart_what_differs(zero, unit, [stored.steps_of(name) for name in unit.names])
         with zero.in_memory(unit, write=True):
             stored.fill(unit.master, unit, unit.begin_of(unit.master))
             zero.follow(unit)
-            for group, begin, piece in held_pieces(unit):
-                state = stored.state_of(piece, unit, begin, group, zero.optimizer.state.pop(piece, {}))
+            for run, begin, piece in held_pieces(unit):
+                state = stored.state_of(piece, unit, begin, run, zero.optimizer.state.pop(piece, {}))
                 for key, value in state.items():
                     is_placed = is_elementwise(value, piece)
-                    zero.optimizer.state[piece][key] = value if is_placed else zero.placed(value, group, piece)
+                    zero.optimizer.state[piece][key] = value if is_placed else zero.placed(value, run.group, piece)
         zero.publish(unit)
     for name, buffer in persistent_buffers(zero).items():
         buffer.copy_(stored.buffers[name])

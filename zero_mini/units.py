@@ -18,7 +18,7 @@ from zero_mini.flat import Unit
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated blocks: the children of the outermost ModuleLists and Sequentials.
+    """The repeated blocks: the children of the outermost ModuleLists and Sequentials, of those that are called.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     >>> [name for name, _ in find_blocks(model)]
@@ -26,16 +26,25 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     found: list[tuple[str, nn.Module]] = []
 
-    def look(module: nn.Module, prefix: str) -> None:
+    def look(module: nn.Module, prefix: str, in_list: bool) -> None:
+        in_list = in_list or isinstance(module, (nn.ModuleList, nn.Sequential))
         for name, child in module.named_children():
-            if isinstance(module, (nn.ModuleList, nn.Sequential)):
-                if any(True for _ in child.parameters()) and all(child is not block for _, block in found):
-                    found.append((prefix + name, child))
-            else:
-                look(child, f"{prefix}{name}.")
+            if not in_list or not is_called(child):
+                look(child, f"{prefix}{name}.", in_list)
+            elif any(True for _ in child.parameters()) and all(child is not block for _, block in found):
+                found.append((prefix + name, child))
 
-    look(model, "")
+    look(model, "", in_list=False)
     return found
+
+
+def is_called(module: nn.Module) -> bool:
+    """Has it a forward of its own? A ModuleList or ModuleDict has none: its children are called.
+
+    >>> is_called(nn.Linear(2, 2)), is_called(nn.ModuleDict())
+    (True, False)
+    """
+    return module.forward.__func__ is not nn.Module.forward if hasattr(module.forward, "__func__") else True
 
 
 def merge_blocks(model: nn.Module, least_numel: int) -> list[list[nn.Module]]:
@@ -71,12 +80,16 @@ def make_units(model: nn.Module, blocks: list[tuple[str, Sequence[nn.Module]]], 
     units = []
     for name, block in [("root", [model]), *((name, block) for name, block in blocks if block[0] is not model)]:
         mine = [(n, p) for n, p in model.named_parameters() if owner[id(p)] is block[0]]
-        for trainable in (True, False):
-            chosen = [(group_of.get(id(p), 0), n, p) for n, p in mine if p.requires_grad is trainable]
+        kinds = {"": (True, True), " (frozen)": (False, True), " (frozen, in no group)": (False, False)}
+        for kind, (trainable, grouped) in kinds.items():
+            chosen = [
+                (group_of.get(id(p), 0), n, p)
+                for n, p in mine
+                if (p.requires_grad, id(p) in group_of) == (trainable, grouped)
+            ]
             if chosen:
                 groups, names, params = zip(*sorted(chosen, key=lambda entry: entry[0]))
-                label = name if trainable else f"{name} (frozen)"
                 shape = list(names), list(params), list(groups), rank, world_size
                 middle = chosen[len(chosen) // 2][2]
-                units.append(Unit(label, tuple(block), *shape, block[0] is model, middle))
+                units.append(Unit(f"{name}{kind}", tuple(block), *shape, block[0] is model, grouped, middle))
     return units

@@ -14,16 +14,16 @@ Left out: sharded checkpoints, which never need the whole (checkpoint.py).
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import nn
 
+from zero_mini import pieces, watch
 from zero_mini.flat import Unit
 from zero_mini.held import NO_COPY, grad_of, set_grad
 from zero_mini.hooks import backward_is_running
-from zero_mini.watch import check_untouched, note_versions
 
 
 class Whole:
@@ -44,13 +44,18 @@ class Whole:
             with torch.no_grad():
                 wholes = [self._whole(unit, unit.own_grad) for unit in shown]
             for unit, whole in zip(shown, wholes):
-                for param, view in zip(unit.params, unit.views(whole)):
-                    set_grad(param, view)
+                unit.shows_grads = True
+                for index, (param, view) in enumerate(zip(unit.params, unit.views(whole))):
+                    if unit.used_anywhere >> index & 1:
+                        set_grad(param, view)
             try:
                 yield
             finally:
                 with torch.no_grad():
                     for unit in shown:
+                        unit.shows_grads = False
+                        unit.note_used()
+                        unit.used_anywhere |= unit.used
                         buffer = torch.empty(unit.P, dtype=self.master_dtype, device=self.device)
                         unit.fill(buffer, [grad_of(param) for param in unit.params])
                         self.comm.broadcast(buffer, unit.name).wait()
@@ -66,27 +71,75 @@ class Whole:
         model = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
         states: dict[str, dict] = {}
         for unit in self.trainable:
-            mine = {}  # key -> number, or None where the key holds a value for each element
-            for _, piece in unit.pieces:
-                for key, value in self.optimizer.state.get(piece, {}).items():
-                    if is_elementwise(value, piece):
-                        mine[key] = None
-                    else:
-                        mine[key] = value.cpu() if isinstance(value, torch.Tensor) else value
-            keys = {key: value for ranks in self.comm.host_gather(mine) for key, value in ranks.items()}
+            mine: dict[
+                int, dict
+            ] = {}  # parameter -> key -> number, or None where the key holds a value for each element
+            for run, (_, piece) in zip(unit.runs[unit.master.numel()], unit.pieces):
+                for index in range(run.first, run.after):
+                    mine[index] = {
+                        key: None if is_elementwise(value, piece) else on_cpu(value)
+                        for key, value in self.optimizer.state.get(piece, {}).items()
+                    }
+            keys = {index: entry for ranks in self.comm.host_gather(mine) for index, entry in ranks.items() if entry}
+            entries = [dict(keys.get(index, {})) for index in range(len(unit.names))]
             with self.in_memory(unit):
-                for key, value in keys.items():
-                    if value is None:
-                        owned = torch.zeros_like(unit.master)
-                        for (_, piece), (_, view) in zip(unit.pieces, unit.cut(owned)):
-                            if key in self.optimizer.state.get(piece, {}):
-                                view.copy_(self.optimizer.state[piece][key])
-                        values = [view.cpu().clone() for view in unit.views(self._whole(unit, owned))]
-                    else:
-                        values = [value] * len(unit.names)
-                    for name, part in zip(unit.names, values):
-                        states.setdefault(name, {})[key] = part
+                for key in dict.fromkeys(key for entry in entries for key, value in entry.items() if value is None):
+                    owned = torch.zeros_like(unit.master)
+                    for (_, piece), (_, view) in zip(unit.pieces, unit.cut(owned)):
+                        if key in self.optimizer.state.get(piece, {}):
+                            view.copy_(self.optimizer.state[piece][key])
+                    for entry, view in zip(entries, unit.views(self._whole(unit, owned))):
+                        if key in entry:
+                            entry[key] = view.cpu().clone()
+            states |= zip(unit.names, entries)
         return {"model": model, "optimizer": states, **self.settings()}
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, value) of every parameter, whole, in the master's dtype: an EMA's way. Collective, one unit at a time.
+
+            for name, value in zero.named_parameters():
+                average[name].lerp_(value, 0.001)
+
+        Memory: one unit, which goes when the loop moves on. A value is a copy, not to be written to.
+        """
+        for unit in self.units:
+            with torch.no_grad():
+                watch.check_untouched(unit)
+                self.wait_for_arrival(unit)
+                with self.in_memory(unit):
+                    whole = self._whole(unit, unit.master)
+                views = unit.views(whole.clone() if whole is unit.master else whole)
+            yield from zip(unit.names, views)
+
+    def add_penalty(self, penalty: Callable[[str, torch.Tensor], torch.Tensor | None]) -> torch.Tensor:
+        """Add the gradient of a penalty on the weights; returns its value (0-dim), the sum over all parameters.
+
+            loss.backward()
+            zero.add_penalty(lambda name, p: 0.01 * p.square().sum())
+
+        `penalty(name, whole parameter)` returns a 0-dim tensor, or None for no penalty on this one. Call it after the
+        last backward of a step, and before clipping, on every rank. Memory: one unit, one after the other.
+        """
+        self.collect_means()
+        total = torch.zeros((), dtype=self.master_dtype, device=self.device)
+        for unit in self.trainable:
+            with torch.no_grad():
+                self.wait_for_arrival(unit)
+                with self.in_memory(unit):
+                    whole = self._whole(unit, unit.master).detach()
+            leaves = [view.clone().requires_grad_() for view in unit.views(whole)]
+            values = [penalty(name, leaf) for name, leaf in zip(unit.names, leaves)]
+            named = [index for index, value in enumerate(values) if value is not None]
+            if not named:
+                continue
+            with torch.enable_grad():
+                part = sum(values[index] for index in named)
+            grads = dict(zip(named, torch.autograd.grad(part, [leaves[index] for index in named])))
+            with torch.no_grad():
+                total += part
+                whole = unit.fill(torch.empty_like(whole), [grads.get(index) for index in range(len(leaves))])
+                self.add_gradient(unit, unit.kept(whole), named)
+        return total
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
@@ -131,16 +184,20 @@ class Whole:
         }
         for unit in self.trainable if states else []:
             entries = [states[name] for name in unit.names]
+            set_apart_what_differs(self, unit, [{k: e[k] for k in e if k in one_for_all} or bool(e) for e in entries])
             with self.in_memory(unit, write=True):
-                for key, example in entries[0].items():
+                for key in dict.fromkeys(key for entry in entries for key in entry):
                     if key not in one_for_all:
                         buffer = torch.empty(unit.P, dtype=self.master_dtype, device=self.device)
-                        whole = unit.fill(buffer, [entry[key] for entry in entries])
+                        whole = unit.fill(buffer, [entry.get(key) for entry in entries])
                         parts = [view.to(unit.master.device, copy=True) for _, view in unit.cut(unit.kept(whole))]
-                    else:
-                        parts = [self.placed(example, *piece) for piece in unit.pieces]
-                    for (_, piece), part in zip(unit.pieces, parts):
-                        self.optimizer.state[piece][key] = part
+                    for index, (run, (group, piece)) in enumerate(zip(unit.runs[unit.master.numel()], unit.pieces)):
+                        if key in entries[run.first]:
+                            value = entries[run.first][key]
+                            is_number = key in one_for_all
+                            self.optimizer.state[piece][key] = (
+                                self.placed(value, group, piece) if is_number else parts[index]
+                            )
 
     def in_memory(self, unit: Unit, write: bool = False) -> contextlib.AbstractContextManager:
         """Within, the unit's master and states can be read, and with `write` changed. They always can, here."""
@@ -155,6 +212,19 @@ class Whole:
         return value
 
     # --- how ----------------------------------------------------------------------------------
+
+    def wait_for_arrival(self, unit: Unit) -> None:
+        """No gather of the unit's parameters is under way after this. Stage 3 gathers into slots, which nobody reads here."""
+        if unit.full is not None:
+            self.before_forward(unit)
+
+    def add_gradient(self, unit: Unit, grad: torch.Tensor, indices: list[int]) -> None:
+        """To the mean (P or S) that the optimizer will get, for these parameters of the unit."""
+        unscale = 1.0 if self.coefficient is None else 1 / self.coefficient  # it is multiplied in later, once
+        grad = grad.to(unit.master.device) * unscale
+        unit.own_grad = grad if unit.own_grad is None else unit.own_grad.to(self.master_dtype) + grad
+        unit.used |= sum(1 << index for index in indices)
+        unit.used_anywhere |= unit.used
 
     def _whole(self, unit: Unit, owned: torch.Tensor) -> torch.Tensor:
         """owned, (P) or slices (S) -> all of it (P)."""
@@ -177,9 +247,8 @@ class Whole:
         before, wholes = [], []
         with torch.no_grad():
             for unit in units:
-                check_untouched(unit)
-                if unit.full is not None:
-                    self.before_forward(unit)  # a gather under way must not land in what is written
+                watch.check_untouched(unit)
+                self.wait_for_arrival(unit)  # a gather under way must not land in what is written
                 with self.in_memory(unit):
                     whole = self._whole(unit, unit.master)
                 before.append(unit.shown)
@@ -197,7 +266,7 @@ class Whole:
                 for unit, whole in zip(units, wholes) if write else ():
                     self.comm.broadcast(whole, unit.name).wait()
                     self.replace(unit, whole)
-                    note_versions(unit)
+                    watch.note_versions(unit)
 
     def hook_state_dicts(self) -> None:
         """Let state_dict() and load_state_dict() of every module show whole values while they run."""
@@ -238,6 +307,21 @@ class Whole:
 
     def __reduce_ex__(self, protocol):
         raise RuntimeError(NO_COPY)
+
+
+def on_cpu(value: object) -> object:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def set_apart_what_differs(zero, unit: Unit, numbers: list) -> None:
+    """Parameters of one run whose optimizer states have other numbers, a step say, get pieces of their own."""
+    differ = set()
+    for run in unit.runs[unit.P]:
+        members = range(run.first, run.after)
+        if any(numbers[index] != numbers[run.first] for index in members):
+            differ |= set(members)
+    if differ:
+        pieces.set_apart(zero, unit, differ)
 
 
 def is_elementwise(value: object, piece: torch.Tensor) -> bool:

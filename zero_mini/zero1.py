@@ -19,8 +19,8 @@ unlike ddp.py:
     wire       ..g1 g2   <-new             r2      r1      r0  <-half      g0 g1..
     memory       parameters ####   gradients grow to ####            optimizer #... <-new
 
-Between the step and its unit's next forward a parameter reads as NaN: its new values may still be
-on the wire, and old ones must not be taken for new.
+Between the step and its unit's next forward a parameter is hidden: its new values may still be on the
+wire, and old ones must not be taken for new. A read waits for them (out_of_turn.py).
 
 Left out: gradients are kept whole although a rank uses 1/N of them. That is stage 2.
 """

@@ -14,7 +14,8 @@ unlike zero2.py:
   - before_forward:   gather the unit into its slot; begin to gather the unit after it
   - before_backward:  the same once more, towards the front
   - publish:          nothing to send; what the slots hold is out of date
-  - after_forward:    its turn over, a unit's parameters read as NaN, never as the slot's next holder
+  - after_forward:    its turn over, a unit's parameters are hidden: a read never shows the slot's next holder
+  - fetch:            a module that is called by itself gets its parameters; any other read raises
   - on_grad:          raises if a gradient cannot be true, because the slot held another unit
 
     time -->     forward           backward                          step
@@ -37,6 +38,8 @@ import torch
 
 from zero_mini.comm import Launched
 from zero_mini.flat import Unit
+from zero_mini.out_of_turn import Copies, forward_is_running, refuse
+from zero_mini.watch import note_versions
 from zero_mini.zero2 import Zero2
 
 
@@ -59,8 +62,10 @@ class Zero3(Zero2):
         super().allocate()
         blocks = [unit for unit in self.units if not unit.is_root]
         tracks = [[unit] for unit in self.units if unit.is_root]
+        for unit in self.units:
+            unit.track = unit.trainable  # as it is now: unfreezing changes no slot
         for trainable in (True, False):  # frozen units are gathered beside the others: own slots
-            track = [unit for unit in blocks if unit.trainable is trainable]
+            track = [unit for unit in blocks if unit.track is trainable]
             tracks += [track[0::2], track[1::2]]
         self.slots: list[Slot] = []
         for track in filter(None, tracks):
@@ -69,7 +74,8 @@ class Zero3(Zero2):
             for unit in track:
                 unit.slot = self.slots[-1]
                 unit.slot_views = unit.views(buffer)
-        self.last_used: dict[bool, Unit] = {}  # trainable or frozen -> where forward is
+        self.last_used: dict[bool, Unit] = {}  # track of trainable units or of frozen ones -> where forward is
+        self.copies = Copies()
 
     def own(self, unit: Unit, values: torch.Tensor) -> None:
         """A slice of the values; between turns the unit has no parameters at all."""
@@ -88,12 +94,12 @@ class Zero3(Zero2):
     def before_forward(self, unit: Unit) -> None:
         """Gather this unit, unless it is there; begin to gather the one that followed it last time."""
         self.gather(unit)
-        here = self.last_used.get(unit.trainable)
+        here = self.last_used.get(unit.track)
         if not self.in_backward and not unit.is_root and here is not unit:  # a recompute goes its own way
             unit.previous = here
             if unit.previous is not None:
                 unit.previous.following = unit
-            self.last_used[unit.trainable] = unit
+            self.last_used[unit.track] = unit
             self.prefetch(unit, unit.following)
 
     def after_forward(self, unit: Unit) -> None:
@@ -103,12 +109,13 @@ class Zero3(Zero2):
 
     def before_backward(self, unit: Unit) -> None:
         """Gather this unit, unless it is there; begin to gather the one that came before it."""
-        if unit not in self.entered and unit.grads_arrived():
+        if unit not in self.entered and not unit.is_root and unit.grads_arrived():
             raise RuntimeError(
                 f"a gradient of {unit.name} arrived before its backward began, when its parameters need not have "
                 "been in place: an output is hidden, perhaps kept as an attribute of the module; return it instead"
             )
-        self.rest_all_but(unit.modules[0])
+        if not unit.is_root:
+            self.rest_all_but(unit.modules[0])
         self.gather(unit)
         if not unit.is_root:
             self.prefetch(unit, unit.previous)  # ahead of the reductions that follow: it is needed sooner
@@ -136,9 +143,46 @@ class Zero3(Zero2):
             if unit.modules[0] is not module and not unit.is_root:
                 unit.rest()
 
+    def check_late(self, unit: Unit) -> None:
+        """Only the root stays in place from its first use to the step. RuntimeError for a block."""
+        if not unit.is_root:
+            raise RuntimeError(
+                f"{unit.name} got a gradient outside its turn, when its parameters need not have been in place: an output "
+                "is hidden, perhaps kept as an attribute of the module, or is a view that was changed in place; "
+                "return it, and clone() a view"
+            )
+
     def publish(self, unit: Unit) -> None:
         """The next forward gathers what it needs: the slot's values are the last step's."""
         self.vacate(unit.slot)
+
+    @torch.no_grad()
+    def fetch(self, unit: Unit, what: str) -> None:
+        """`what` needs the unit's parameters outside its turn: gather them for a module that runs on every rank."""
+        self.copies.check()
+        if not forward_is_running(self.model):
+            refuse(what)
+        self.gather(unit)
+
+    def check_write(self, unit: Unit, what: str) -> None:
+        """A write to a slot changes no master. Forget it, and raise."""
+        self.vacate(unit.slot)
+        note_versions(unit)
+        refuse(what)
+
+    def after_operation(self, unit: Unit, result: object) -> object:
+        """A block's turn is over after one operation; backward begins another one when it comes to it."""
+        if unit.is_root:
+            return result
+        result = self.copies.detached_from(unit, result)
+        self.hook_outputs(unit, result)
+        self.after_forward(unit)
+        return result
+
+    def check_step(self) -> None:
+        """And that no copy was written to that stood for a view of a parameter."""
+        self.copies.check()
+        super().check_step()
 
     def replace(self, unit: Unit, values: torch.Tensor) -> None:
         """What a slot holds is out of date then."""

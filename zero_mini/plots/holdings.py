@@ -81,7 +81,7 @@ def holdings(zero: DDP, unit: Unit) -> list[Holding]:
                 if rest[0] < rest[1]:
                     keep("gradients", grad, *rest, "idle")
     for key, what in STATES.items():
-        ranges = unit.ranges[unit.master.numel()]
+        ranges = [(run.group, run.low, run.high) for run in unit.runs[unit.master.numel()]]
         states = [zero.optimizer.state.get(piece, {}).get(key) for _, piece in unit.pieces]
         kept = [(low + a, low + b) for (_, a, b), state in zip(ranges, states) if state is not None]
         for start, end in union(kept):

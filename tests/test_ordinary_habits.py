@@ -1,0 +1,456 @@
+"""What people write by habit around a model: it means the same, or raises with the remedy (how that is seen: both_ways.py)."""
+
+import pytest
+import torch
+from both_ways import D_IN, D_OUT, EXACT, MIXED, STAGES, Block, Compare, D, Tower, descent, momentum
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+PRECISIONS = [(stage, dtype) for stage in STAGES for dtype in (EXACT, MIXED) if (stage, dtype) != (2, MIXED)]
+
+
+@pytest.fixture(params=PRECISIONS, ids=lambda param: f"stage{param[0]}-{'bf16' if param[1] else 'fp32'}")
+def compare(request, ranks) -> Compare:
+    return Compare(ranks, *request.param)
+
+
+@pytest.fixture(params=STAGES, ids=lambda stage: f"stage{stage}")
+def compare_fp32(request, ranks) -> Compare:
+    return Compare(ranks, request.param, EXACT)
+
+
+NAMES_THE_REMEDY = "zero.full_params("
+
+
+# --- parts of a model, called by themselves ---------------------------------------------------------------
+
+
+def train_by(job, loss, steps=3) -> None:
+    for step in range(steps):
+        job.optimizer.zero_grad()
+        x, y = job.batch(step)
+        loss(job.model, x.to(job.zero.dtype) if job.zero else x, y).backward()
+        job.optimizer.step()
+        job.see_state()
+
+
+def error_of(output, y):
+    return (output - y).square().mean()
+
+
+def in_chunks(model, x, y):
+    """The head on parts of the features, as a loss in chunks does."""
+    h = model.through(model.enter(x))
+    return sum(error_of(model.leave(part), rows) for part, rows in zip(h.chunk(3), y.chunk(3))) / 3
+
+
+def leaves_alone(model, x, y):
+    """Modules inside a block, without the block."""
+    h = model.enter(x)
+    for block in model.blocks:
+        h = h + block.out(torch.tanh(block.fc(block.norm(h))))
+    return error_of(model.leave(h), y)
+
+
+PARTS = {"features and head": lambda model, x, y: error_of(model.leave(model.through(model.enter(x))), y)}
+PARTS |= {each.__name__: each for each in (in_chunks, leaves_alone)}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_called_by_themselves_train_right(compare, part):
+    compare(lambda job: train_by(job, PARTS[part]))
+
+
+def test_a_head_on_features_of_another_graph_trains_right(compare):
+    def script(job):
+        for step in range(3):
+            job.optimizer.zero_grad()
+            x, y = job.batch(step)
+            x = x.to(job.zero.dtype) if job.zero else x
+            with torch.no_grad():
+                h = job.model.through(job.model.enter(x))
+            error_of(job.model.leave(h), y).backward()  # no unit but the root, and not by the model's own forward
+            job.optimizer.step()
+            job.see_state()
+        job.train(3)
+
+    compare(script)
+
+
+class CrossReads(Tower):
+    """Its forward uses a block's weights before and after that block's own turn, and a view of one."""
+
+    def through(self, h):
+        late, early = self.blocks[2], self.blocks[0]
+        h = h + 0.1 * nn.functional.linear(torch.tanh(h @ late.fc.weight.t()), late.out.weight)
+        h = super().through(h)
+        return h + 0.1 * nn.functional.linear(torch.tanh(h @ early.fc.weight[:, :].t()), early.out.weight)
+
+
+def test_a_blocks_weights_used_by_its_model_train_right(compare_fp32):
+    compare_fp32(lambda job: job.train(0, 1, 2), build=CrossReads)
+
+
+class Teacher(nn.Module):
+    """It follows the student inside forward, as BYOL's and DINO's do."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = Tower(), Tower().requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.student.parameters()):
+                slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+            target = self.teacher(x)
+        return self.student(x) + 0.1 * target
+
+
+def test_a_teacher_that_follows_inside_forward_is_right_or_refused(compare):
+    loud = compare.stage == 3 or compare.dtype is MIXED
+    error = compare(lambda job: job.train(0, 1, 2, 3), build=Teacher, optimizer=students, may_raise=loud)
+    assert error is None or NAMES_THE_REMEDY in error
+
+
+def students(model):
+    return torch.optim.SGD(model.student.parameters(), lr=0.1, momentum=0.9)
+
+
+# --- averages, penalties ----------------------------------------------------------------------------------
+
+
+def test_an_average_of_the_weights_over_named_parameters(compare):
+    def script(job):
+        average = {name: value.clone() for name, value in job.model.state_dict().items()}
+        for step in range(3):
+            job.train(step)
+            pairs = job.model.named_parameters() if job.zero is None else job.zero.named_parameters()
+            for name, value in pairs:
+                average[name].lerp_(value.detach(), 0.1)
+        for value in average.values():
+            job.see(value)
+
+    compare(script)
+
+
+def test_torchs_averaged_model_follows_or_says_how(compare):
+    def script(job):
+        for step in range(2):
+            job.train(step)
+            with job.full_params():
+                job.averaged.update_parameters(job.model)
+        for value in job.averaged.state_dict().values():
+            job.see(value)
+        if job.zero is not None:
+            with pytest.raises(RuntimeError, match="AveragedModel"):
+                AveragedModel(job.model)
+
+    def before(job):
+        job.averaged = AveragedModel(job.model)
+
+    compare(script, before=before)
+
+
+def test_a_loop_over_parameters_after_a_step_is_true_or_refused(compare):
+    def script(job):
+        average = [param.detach().clone() for param in job.model.parameters()]
+        for step in range(2):
+            job.train(step)
+            for mean, param in zip(average, job.model.parameters()):
+                mean.lerp_(param.detach().to(mean.dtype), 0.1)
+        for mean in average:
+            job.see(mean)
+
+    error = compare(script, may_raise=compare.stage == 3)
+    assert (error is not None) == (compare.stage == 3)
+    assert error is None or NAMES_THE_REMEDY in error
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["after-forward", "before-forward"])
+def test_a_penalty_in_the_loss_is_right_or_refused(compare_fp32, first):
+    def script(job):
+        def penalty():
+            return 0.1 * sum(param.square().sum() for param in job.model.parameters())
+
+        for step in range(3):
+            job.optimizer.zero_grad()
+            loss = penalty() + job.loss(step) if first else job.loss(step) + penalty()
+            loss.backward()
+            job.optimizer.step()
+
+    error = compare_fp32(script, may_raise=compare_fp32.stage == 3, tolerance=1e-6)
+    assert (error is not None) == (compare_fp32.stage == 3)
+    assert error is None or NAMES_THE_REMEDY in error
+
+
+def test_add_penalty_is_a_penalty_in_the_loss(compare):
+    def script(job):
+        def penalty(name, param):
+            return 0.1 * param.square().sum() + 0.1 * param.norm() if "weight" in name else None
+
+        for step in range(3):
+            job.optimizer.zero_grad()
+            loss = job.loss(step)
+            if job.zero is None:
+                total = sum(penalty(name, p) for name, p in job.model.named_parameters() if "weight" in name)
+                (loss + total).backward()
+            else:
+                loss.backward()
+                total = job.zero.add_penalty(penalty)
+            job.see(total)
+            job.optimizer.step()
+
+    compare(script, tolerance=1e-6 if compare.dtype is EXACT else None)
+
+
+# --- writes -----------------------------------------------------------------------------------------------
+
+
+def each(operation):
+    def write(job):
+        with torch.no_grad():
+            for param in job.model.parameters():
+                operation(param)
+
+    return write
+
+
+def assign(param):
+    param.data = param.data * 0.5
+
+
+def from_a_vector(job):
+    numel = sum(param.numel() for param in job.model.parameters())
+    nn.utils.vector_to_parameters(
+        torch.linspace(-1, 1, numel).to(next(job.model.parameters()).dtype), job.model.parameters()
+    )
+
+
+WRITES = {
+    "clamp data": each(lambda param: param.data.clamp_(-0.1, 0.1)),
+    "clamp": each(lambda param: param.clamp_(-0.1, 0.1)),
+    "copy": each(lambda param: param.copy_(param * 0.5)),
+    "add": each(lambda param: param.add_(0.1)),
+    "assign data": each(assign),
+    "init": each(lambda param: nn.init.constant_(param, 0.05)),
+    "vector_to_parameters": from_a_vector,
+    "apply": lambda job: job.model.apply(lambda m: m.weight.data.mul_(0.5) if isinstance(m, nn.Linear) else None),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_after_a_step_counts_or_names_the_remedy(compare, write):
+    def script(job):
+        job.train(0)
+        WRITES[write](job)
+        job.train(1)
+
+    has_copies = compare.stage == 3 or compare.dtype is MIXED
+    error = compare(script, may_raise=has_copies)
+    assert (error is not None) == has_copies
+    assert error is None or NAMES_THE_REMEDY in error
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_under_full_params_counts(compare_fp32, write):
+    def script(job):
+        job.train(0)
+        with job.full_params():
+            WRITES[write](job)
+        job.train(1)
+
+    compare_fp32(script)
+
+
+# --- what lies in optimizer.param_groups ------------------------------------------------------------------
+
+
+def params_of(job):
+    return [param for group in job.optimizer.param_groups for param in group["params"]]
+
+
+SHARD_USES = {
+    "torch's clip_grad_norm_": lambda job: nn.utils.clip_grad_norm_(params_of(job), 1.0),
+    "unscale": lambda job: [p.grad.div_(2) for p in params_of(job)],
+    "noise": lambda job: [setattr(p, "grad", p.grad + torch.randn_like(p)) for p in params_of(job)],
+    "a norm of gradients": lambda job: torch.stack([p.grad.norm() for p in params_of(job)]).norm(),
+    "a norm": lambda job: torch.stack([p.norm() for p in params_of(job)]).norm(),
+    "clamp": lambda job: [p.data.clamp_(-0.1, 0.1) for p in params_of(job)],
+    "decay": lambda job: [p.mul_(0.9) for p in params_of(job)],
+}
+
+
+@pytest.mark.parametrize("use", SHARD_USES)
+def test_a_shard_is_refused_outside_the_step_with_the_remedy(compare, use):
+    def script(job):
+        job.train(0)
+        job.optimizer.zero_grad()
+        job.loss(1).backward()
+        if job.zero is not None:
+            with torch.no_grad(), pytest.raises(RuntimeError, match=r"zero\.full_params\(|zero\.clip_grad_norm_"):
+                SHARD_USES[use](job)
+        job.optimizer.step()
+        job.see([tuple(p.shape) for p in params_of(job)][:0])
+
+    compare(script)
+
+
+class Averaging(torch.optim.SGD):
+    """Schedule-free's way: outside step() its parameters are exchanged for others, and back."""
+
+    @torch.no_grad()
+    def eval(self):
+        for param in (param for group in self.param_groups for param in group["params"]):
+            param.mul_(0.5)
+
+    @torch.no_grad()
+    def train(self):
+        for param in (param for group in self.param_groups for param in group["params"]):
+            param.mul_(2)
+
+
+def test_an_optimizer_that_changes_parameters_in_eval_and_train_is_followed(compare):
+    def script(job):
+        for step in range(2):
+            job.train(step)
+            job.optimizer.eval()
+            job.see_output()
+            job.see_state()
+            job.optimizer.train()
+            job.see_output()
+
+    compare(script, optimizer=lambda model: Averaging(model.parameters(), lr=0.1, momentum=0.9), elementwise=True)
+
+
+class Recording(torch.optim.SGD):
+    def step(self, closure=None, *more, record=None):
+        self.seen = more, record
+        return super().step(closure)
+
+
+def test_a_step_gets_all_its_arguments(compare_fp32):
+    def script(job):
+        def closure():
+            job.optimizer.zero_grad()
+            loss = job.loss(0)
+            loss.backward()
+            return loss
+
+        for arguments, named in (((closure, 1), {"record": 2}), ((), {"closure": closure, "record": 3})):
+            job.optimizer.step(*arguments, **named)
+            job.see(job.optimizer.seen)
+
+    compare_fp32(script, optimizer=lambda model: Recording(model.parameters(), lr=0.1), elementwise=True)
+
+
+# --- freezing ---------------------------------------------------------------------------------------------
+
+
+def test_frozen_for_a_turn_and_back(compare):
+    """A generator's turn, or a reference forward without adapters."""
+
+    def script(job):
+        for step in range(3):
+            job.model.requires_grad_(False)
+            job.see_output(step)
+            job.model.requires_grad_(True)
+            job.train(step)
+            job.model.blocks[1].requires_grad_(False)
+            job.train(step + 10)  # the others train on
+            job.model.blocks[1].requires_grad_(True)
+
+    compare(script)
+
+
+@pytest.mark.parametrize("optimizer", [momentum, descent])
+def test_unfrozen_one_after_the_other(compare, optimizer):
+    def freeze(job):
+        for module in (job.model.enter, *job.model.blocks[:2]):
+            module.requires_grad_(False)
+
+    def script(job):
+        for step, module in enumerate((job.model.blocks[1], job.model.blocks[0].fc, job.model.enter)):
+            job.train(step)
+            module.requires_grad_(True)
+            job.see([name for name, param in job.model.named_parameters() if param.requires_grad])
+        job.train(3, 4)
+
+    def all_parameters(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 if optimizer is momentum else 0)
+
+    compare(script, optimizer=all_parameters, before=freeze)
+
+
+def test_unfreezing_what_the_optimizer_was_not_given_is_refused_there(compare):
+    def freeze(job):
+        job.model.blocks[1].requires_grad_(False)
+
+    def script(job):
+        job.train(0)
+        if job.zero is not None:
+            with pytest.raises(RuntimeError, match="blocks.1.norm.weight.*param group"):
+                job.model.blocks[1].requires_grad_(True)
+        job.train(1)
+
+    compare(script, optimizer=all_but_block_1, before=freeze)
+
+
+def all_but_block_1(model):
+    return momentum(nn.ModuleList([model.enter, model.leave, model.blocks[0], model.blocks[2]]))
+
+
+# --- shapes of models -------------------------------------------------------------------------------------
+
+
+class LastBlockIsTheOutput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(D_IN, D)
+        self.net = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D_OUT))
+
+    def forward(self, x):
+        return self.net(self.embed(x))
+
+
+class ListsOfLists(nn.Module):
+    def __init__(self, pair=lambda *modules: nn.ModuleList(modules)):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(D_IN, D), nn.Linear(D, D_OUT)
+        self.layers = nn.ModuleList(pair(nn.LayerNorm(D), Block()) for _ in range(2))
+
+    def forward(self, x):
+        h = self.enter(x)
+        for pair in self.layers:
+            for module in pair.values() if isinstance(pair, nn.ModuleDict) else pair:
+                h = h + torch.tanh(module(h))
+        return self.leave(h)
+
+
+class PassesOn(Block):
+    """Under a condition it returns its input itself, as layer drop does."""
+
+    passes = False
+
+    def forward(self, h):
+        return h if self.passes else super().forward(h)
+
+
+def drops_a_layer(job):
+    for step in range(3):
+        job.model.blocks[step].passes = True
+        job.train(step)
+        job.model.blocks[step].passes = False
+
+
+SHAPES = {
+    "the last block is the output": (LastBlockIsTheOutput, None),
+    "lists of lists": (ListsOfLists, None),
+    "lists of dicts": (lambda: ListsOfLists(lambda a, b: nn.ModuleDict({"norm": a, "block": b})), None),
+    "layer drop": (lambda: Tower(PassesOn), drops_a_layer),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_ordinary_shape_trains_right(compare_fp32, shape):
+    build, script = SHAPES[shape]
+    compare_fp32(script or (lambda job: job.train(0, 1, 2)), build=build)
