@@ -21,6 +21,7 @@ from zero_mini.clip import Clipping
 from zero_mini.comm import Comm
 from zero_mini.ddp import DDP
 from zero_mini.flat import Unit
+from zero_mini.held import plainly, set_grad
 from zero_mini.hooks import Hooks, backward_is_running
 from zero_mini.zero1 import Zero1
 from zero_mini.zero2 import Zero2

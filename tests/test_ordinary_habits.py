@@ -1,4 +1,4 @@
-"""What people write by habit around a model: it means the same, or raises with the remedy (how that is seen: both_ways.py)."""
+"""What people write by habit: it means the same, or raises with the remedy (how that is seen: both_ways.py)."""
 
 import pytest
 import torch

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zero_mini.agreement import BITS
 from zero_mini.memory import wire_numel
 from zero_mini.zeroify import zeroify
 

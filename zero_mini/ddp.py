@@ -23,7 +23,7 @@ overrides the moments it changes, and what follows from them:
     reduce            a unit                 its gradients go on the wire
     finish, at_hand   a unit                 its mean has arrived; it is where the optimizer reads it
     after_backward    a backward             what has not been sent goes now
-    check_step        a step                 nothing but the script has changed anything, on any rank
+    check_step        a step                 ranks agree (agreement.py), nothing else has changed anything
     begin_step        a step                 skip it (fp16), or one of the next two
     update_masters    a step                 the optimizer's update is known: do it, unit by unit
     before_step       a step                 it is not: every mean has arrived, for the optimizer to use
@@ -39,7 +39,11 @@ overrides the moments it changes, and what follows from them:
 Two rules keep ranks together. Collectives start in the same order on every rank whatever its data
 did: reductions in reverse unit order, and a unit that is not ready holds back those after it, up
 to the end of the backward. And a unit is ready when backward has moved on to the next one, not
-when all its gradients exist: a parameter without a gradient on this rank counts as zero.
+when all its gradients exist: a parameter without a gradient on this rank counts as zero. What no
+rank used in a step the optimizer leaves alone, as it leaves a gradient that is None.
+
+Three more serve what comes without a moment of the script (out_of_turn.py): fetch, a parameter is read outside its
+turn; after_operation, that is over; check_late, a gradient came that no moment collected (the step collects it).
 
 It is sent when the next unit is half through its backward. A reduction holds some of the GPU's
 multiprocessors, and a matrix product that runs beside it waits for them; attention, which is what
@@ -140,7 +144,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
         """The unit's parameters have been used. Stage 0 keeps them."""
 
     def before_backward(self, unit: Unit) -> None:
-        """Backward has reached the unit, so it has left the ones before. The root is around all others: it ends no turn."""
+        """Backward has reached the unit, so it has left those before. The root is around all: it ends no turn."""
         for left in [u for u in self.entered if u.modules[0] is not unit.modules[0]]:
             if left.outstanding == 0 and not left.is_root and not unit.is_root:
                 self.on_grad(left)
@@ -202,7 +206,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
         self.forget_backward()
 
     def check_late(self, unit: Unit) -> None:
-        """Gradients came that no moment of the script collected. They are true where parameters stay in place, as here."""
+        """Gradients came that no moment collected. They are true where parameters stay in place, as here."""
 
     @torch.no_grad()
     def begin_step(self) -> None:
@@ -305,7 +309,10 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
                     set_grad(tensor, None)
 
     def updating(self) -> contextlib.AbstractContextManager:
-        """Within, the optimizer's parameters may be changed outside step(), as schedule-free's eval() does. Collective."""
+        """Within, the optimizer's parameters may be changed outside step(), as schedule-free's eval() does.
+
+        At the end the model follows. Collective. `optimizer.eval()` and `optimizer.train()` do so by themselves.
+        """
         return pieces.updating(self)
 
     def unfreeze(self, param: HeldParameter) -> None:
@@ -316,7 +323,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
 
     @torch.no_grad()
     def fetch(self, unit: Unit, what: str) -> None:
-        """`what` needs the unit's parameters outside its turn: they are here, or will be without another rank's doing."""
+        """`what` needs the unit's parameters outside its turn: they are here, or on their way."""
         self.before_forward(unit)
 
     def check_write(self, unit: Unit, what: str) -> None:

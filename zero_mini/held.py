@@ -55,7 +55,7 @@ class HeldParameter(nn.Parameter):
 
     @property
     def data(self):
-        """The values. A write reaches the master under full_params(), and in fp32 at stages 0 to 2; else a step raises."""
+        """The values. A write reaches the master under full_params(), and in fp32 at stages 0 to 2; else it raises."""
         if self.unit.is_whole:
             return torch.Tensor.data.__get__(self)
         return self.detach()  # shares the count of writes, by which the step finds them
@@ -120,7 +120,7 @@ class HiddenParameter(HeldParameter):
 
 
 class Shard(nn.Parameter):
-    """A range of `unit`'s master, which the optimizer updates in place of parameters. Within step() a plain Parameter."""
+    """A range of `unit`'s master, which the optimizer updates. Within step() it is a plain Parameter."""
 
     @classmethod
     def __torch_function__(cls, operation, types, args=(), kwargs=None):

@@ -1,15 +1,15 @@
 """An operation on a parameter whose values are not in place: the true values, or an error at that line.
 
     stages 1, 2   the values are whole, but on the wire: wait for them, which concerns no other rank
-    stage 3       a module of the model runs (the encoder alone, a head on parts of a sequence, a block's forward called
-                  directly): all ranks run it, so gather the unit, for this one operation. Anything else raises:
-                  a loop over model.parameters() on one rank would wait for the others for ever
+    stage 3       a module of the model runs (the encoder alone, a head on parts of a sequence, a block's forward
+                  that is called directly): all ranks do, so gather the unit, for this one operation. Anything
+                  else raises: a loop over model.parameters() on one rank would wait for the others for ever
 
 At stage 3 such an operation is a turn of its own. Its outputs get the hooks of a unit's outputs, so that backward
 gathers the unit again before it comes to this operation. A view of the parameter would outlive the turn, so the caller
 gets a copy of it. Writes do not reach the master there, and raise.
 
-Left out: views that were taken in the unit's turn and are read after it; functions that read memory behind torch's back.
+Left out: views that were taken in the unit's turn and are read after it; reads that torch does not see (NumPy's).
 """
 
 import sys
@@ -35,8 +35,8 @@ def run(operation: Callable, args: tuple, kwargs: dict) -> object:
         unit.stage().fetch(unit, what)
     if any(isinstance(param, HiddenParameter) for param in hidden):
         raise RuntimeError(
-            f"{what}: it needs {' and '.join(unit.name for unit in units)} at once, and stage 3 has not room for all of "
-            "them: do it under zero.full_params()"
+            f"{what}: it needs {' and '.join(unit.name for unit in units)} at once, for which stage 3 has no room: "
+            "do it under zero.full_params()"
         )
     versions = [param._version for param in hidden]
     result = operation(*args, **kwargs)
@@ -68,7 +68,7 @@ def forward_is_running(model: nn.Module) -> bool:
 
 
 class Copies:
-    """Copies that stood in for views of a unit's parameters. A write to one would be lost, so it raises, a little later."""
+    """Copies that stood in for views of a unit's parameters. A write to one would be lost, so it raises later."""
 
     def __init__(self) -> None:
         self.made: list[tuple[weakref.ref, int, str]] = []

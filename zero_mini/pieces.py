@@ -1,9 +1,9 @@
 """What the optimizer sees in place of parameters: its pieces, which are ranges of this rank's masters.
 
-    a param group of a unit     one piece of each unit that the group reaches into; at N ranks a 1/N of it
-    unused in a step            a parameter that no rank used, while others of its piece were used, gets a piece of its own:
-                                the optimizer leaves that alone, as it leaves a gradient that is None, steps not counted
-    unfrozen                    parameters that were frozen at zeroify() get pieces when requires_grad_(True) asks for them
+    a param group of a unit   one piece, on N ranks 1/N of it
+    unused in a step          a parameter that no rank used, while others of its piece were, gets a piece of its
+                              own: the optimizer leaves it alone as it leaves a gradient that is None, no step counted
+    unfrozen                  parameters that were frozen at zeroify() get pieces at requires_grad_(True)
 
 States move with the elements. Outside `optimizer.step()` and `updating` a piece is closed (`held.Shard`): a range of
 a rank's slice is no parameter.

@@ -160,7 +160,7 @@ class Stored:
         return state | self.numbers.get(known, {})
 
     def steps_of(self, name: str) -> object:
-        """What all parameters of one piece have in common: the optimizer's numbers, or whether it has a state at all."""
+        """What the parameters of a piece have in common: the optimizer's numbers, or whether it has a state."""
         return self.numbers.get(name) or bool(self.dtypes.get(name))
 
 

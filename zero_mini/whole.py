@@ -214,7 +214,7 @@ class Whole:
     # --- how ----------------------------------------------------------------------------------
 
     def wait_for_arrival(self, unit: Unit) -> None:
-        """No gather of the unit's parameters is under way after this. Stage 3 gathers into slots, which nobody reads here."""
+        """No gather into the unit's parameters is under way after this. At stage 3 slots are gathered into instead."""
         if unit.full is not None:
             self.before_forward(unit)
 

@@ -147,9 +147,8 @@ class Zero3(Zero2):
         """Only the root stays in place from its first use to the step. RuntimeError for a block."""
         if not unit.is_root:
             raise RuntimeError(
-                f"{unit.name} got a gradient outside its turn, when its parameters need not have been in place: an output "
-                "is hidden, perhaps kept as an attribute of the module, or is a view that was changed in place; "
-                "return it, and clone() a view"
+                f"{unit.name} got a gradient outside its turn, when its parameters need not have been in place: "
+                "an output is hidden, perhaps kept as an attribute of the module; return it instead"
             )
 
     def publish(self, unit: Unit) -> None:
