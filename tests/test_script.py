@@ -118,7 +118,10 @@ def late_peer():
     comm = Comm()
 
     class Refused:
-        def wait(self):
+        def is_completed(self):
+            return True
+
+        def wait(self, time_out):
             raise RuntimeError("Timed out waiting 60000ms for recv operation to complete\nand a long C++ trace")
 
     buffer = torch.zeros(8)

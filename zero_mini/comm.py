@@ -12,8 +12,8 @@ whole cost model of ZeRO.
     A = mean(a0, a1), B = mean(b0, b1); all_gather starts from reduce_scatter's result.
 
 Every reduction here is a *mean*: the loss of the global batch is the mean of the ranks' losses.
-Every collective on tensors is asynchronous and returns a work (small words between hosts,
-`host_gather` and `agree`, wait); nothing is known to have arrived before
+Every collective on tensors is asynchronous and returns a work (words between hosts, `exchange`,
+`agree` and `host_gather`, wait); nothing is known to have arrived before
 `work.wait()`. On NCCL that call does not stop the host: it makes the current CUDA stream wait, and
 launching makes NCCL's stream wait for everything enqueued so far, so no stream object is needed.
 
@@ -21,15 +21,20 @@ Left out: hierarchical and quantised collectives (ZeRO++, arXiv 2306.10209).
 """
 
 import contextlib
+import pickle
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from zero_mini.ledger import Call, Ledger
-from zero_mini.whereabouts import Position, Whereabouts, difference, lost_rank, open_pages
+from zero_mini.whereabouts import LostRank, Position, Whereabouts, difference, lost_rank, open_pages
+
+HEADER = 64  # words with which every exchange between hosts begins
+PATIENCE_S = 2.0  # of a collective, before its rank looks where the others are
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,7 @@ class Launched:
 
     def wait(self) -> None:
         """Return when it is done; on NCCL, when the current stream knows to wait for it."""
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            step, number = self.position
-            what = f"{self.call.line}, number {number} of step {step} on rank {dist.get_rank()},"
-            raise lost_rank(what, self.position, self.whereabouts, error) from error
+        wait(self.work, self.call.line, self.position, self.whereabouts)
 
 
 class Comm(Ledger):
@@ -104,10 +104,12 @@ class Comm(Ledger):
 
     def host_gather(self, value: object) -> list:
         """Every rank's `value` (anything that pickles, without GPU tensors), in rank order."""
-        values = [None] * self.world_size
-        with self._between_hosts():
-            dist.all_gather_object(values, value, group=self.host_group)
-        return values
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [length for (length,) in self.exchange([mine.numel()])]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        rows = self._gather_on_hosts(padded)
+        return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths)]
 
     def agree(self, words: list[int]) -> list[list[int]]:
         """Every rank's words (int64, as many on each), in rank order, if ranks launched the same collectives.
@@ -117,29 +119,60 @@ class Comm(Ledger):
         Collectives of one size match whatever they carry, so a rank that runs another module than
         its peers would be given their numbers for its own, without an error.
         """
-        mine = torch.tensor([self.digest, *words])
-        rows = torch.empty(self.world_size * mine.numel(), dtype=torch.int64)
-        with self._between_hosts():
-            self._all_gather(rows, mine, group=self.host_group)
-        rows = rows.view(self.world_size, -1).tolist()
+        rows = self.exchange([self.digest, *words])
         if len({digest for digest, *_ in rows}) == 1:
             return [words for _, *words in rows]
-        everyone = self.host_gather([call.line for call in self.calls])
-        for number, lines in enumerate(zip_longest(*everyone, fillvalue="nothing"), start=1):
-            if told := difference((self.steps, number), dict(enumerate(lines))):
-                raise RuntimeError(told)
+        everyone = [dict(lines) for lines in self.host_gather(list(self.lines))]
+        for number in sorted(set().union(*everyone)):
+            lines = {rank: lines.get(number, "nothing") for rank, lines in enumerate(everyone)}
+            if message := difference((self.steps, number), lines):
+                raise RuntimeError(message)
         raise RuntimeError("ranks ran different modules in evaluation; every rank must run the same units in order")
 
+    def exchange(self, words: list[int]) -> list[list[int]]:
+        """Every rank's words (int64, as many on each), in rank order.
+
+        RuntimeError, on every rank, if ranks do it for different purposes: state_dict() on rank 0 and a step on the
+        others, say. Each exchange begins with one message of HEADER words, whatever it is for, so that they can tell.
+        """
+        purpose = self.purpose or "a step"
+        header = torch.zeros(HEADER, dtype=torch.int64)
+        mine = torch.tensor([zlib.crc32(purpose.encode()), *words])
+        fit = min(HEADER, mine.numel())
+        header[:fit] = mine[:fit]
+        rows = self._gather_on_hosts(header)
+        if rows[:, 0].unique().numel() > 1:
+            text = torch.zeros(8 * HEADER, dtype=torch.uint8)
+            name = torch.frombuffer(bytearray(purpose.encode()[: 8 * HEADER]), dtype=torch.uint8)
+            text[: name.numel()] = name
+            names = [row.numpy().tobytes().rstrip(b"\0").decode() for row in self._gather_on_hosts(text)]
+            raise LostRank(other_purpose(names))
+        if mine.numel() > HEADER:
+            rows = torch.cat([rows, self._gather_on_hosts(mine[HEADER:])], dim=1)
+        return rows[:, 1 : mine.numel()].tolist()
+
     @contextlib.contextmanager
-    def _between_hosts(self) -> Iterator[None]:
-        """Within, ranks wait for each other's words."""
-        try:
+    def doing(self, purpose: str, collective: bool = False) -> Iterator[None]:
+        """Within, collectives are for this call of the user's. `collective`: first see that every rank is there."""
+        if self.purpose:
             yield
-        except RuntimeError as error:
-            if "gloo" not in str(error):  # what could not be pickled, say
-                raise
-            what = f"a word between ranks, after number {self.number} of step {self.steps} on rank {self.rank},"
-            raise lost_rank(what, (self.steps, self.number), self.whereabouts, error) from error
+            return
+        self.purpose = purpose
+        try:
+            if collective:
+                self.exchange([])
+            yield
+        finally:
+            self.purpose = ""
+
+    def _gather_on_hosts(self, row: torch.Tensor) -> torch.Tensor:
+        """(N, n) <- every rank's row (n), on the host."""
+        rows = torch.empty(self.world_size * row.numel(), dtype=row.dtype)
+        what = f"a word between ranks in {self.purpose or 'a step'}"
+        position = self._note_line(what)
+        work = self._all_gather(rows, row, group=self.host_group, async_op=True)
+        wait(work, what, position, self.whereabouts)
+        return rows.view(self.world_size, -1)
 
     def _prepare_mean(self, buffer: torch.Tensor) -> dist.ReduceOp:
         if self.is_nccl and buffer.dtype != torch.float16:  # gloo can only sum
@@ -148,6 +181,41 @@ class Comm(Ledger):
         # among fp16's smallest numbers, where halving has to round, is another one.
         buffer.mul_(1 / self.world_size)
         return dist.ReduceOp.SUM
+
+
+def wait(work: dist.Work, what: str, position: Position, whereabouts: Whereabouts | None) -> None:
+    """Return when the work is done. LostRank if it cannot complete; soon, if another rank launched something else."""
+    patience = timedelta(seconds=PATIENCE_S)
+    try:
+        while whereabouts is not None:
+            try:
+                work.wait(patience)
+                return
+            except RuntimeError as error:
+                if work.is_completed() or "Operation timed out" not in str(
+                    error
+                ):  # it has failed; else it is only late
+                    raise
+            if message := whereabouts.first_difference():
+                raise LostRank(message)
+        work.wait()
+    except RuntimeError as error:
+        if isinstance(error, LostRank):
+            raise
+        step, number = position
+        place = f"{what}, number {number} of step {step} on rank {dist.get_rank()},"
+        raise lost_rank(place, position, whereabouts, error) from error
+
+
+def other_purpose(names: list[str]) -> str:
+    """names: what each rank is doing.
+
+    >>> other_purpose(["model.state_dict()", "a step", "a step"])
+    'rank 0 is in model.state_dict() while rank 1 is in a step: call model.state_dict() on every rank'
+    """
+    other = next(rank for rank, name in enumerate(names) if name != names[0])
+    call = next(name for name in (names[0], names[other]) if name != "a step")
+    return f"rank 0 is in {names[0]} while rank {other} is in {names[other]}: call {call} on every rank"
 
 
 def same_ranks(group: dist.ProcessGroup, backend: str, **options) -> dist.ProcessGroup:

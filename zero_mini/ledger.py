@@ -16,11 +16,12 @@ Left out: what was computed when. An evaluation's calls are numbered and digeste
 """
 
 import zlib
+from collections import deque
 from dataclasses import dataclass
 
 import torch
 
-from zero_mini.whereabouts import Position, Whereabouts
+from zero_mini.whereabouts import LINES, Position, Whereabouts
 
 
 @dataclass(frozen=True)
@@ -60,26 +61,36 @@ class Ledger:
         self.steps = 0
         self.number = 0  # of collectives since the step began, evaluation included
         self.digest = 0  # of everything launched so far
-        self.seen: dict[tuple, tuple[Call, bytes]] = {}  # each call, and the bytes that stand for it in the digest
+        self.seen: dict[tuple, tuple[Call, str, bytes]] = {}  # each call, its line, and its bytes in the digest
+        self.lines: deque[tuple[int, str]] = deque(maxlen=LINES)  # (number, line) since the step began
+        self.purpose = ""  # what the user called, if that is not a training step
 
     def end_step(self) -> None:
         """Close the ledger's page."""
         self.last_step, self.calls = self.calls, []
         self.steps, self.number = self.steps + 1, 0
+        self.lines.clear()
         if self.whereabouts is not None:
             self.whereabouts.begin_page(self.steps, self.number)
 
     def _note(self, kind: str, unit: str, buffer: torch.Tensor) -> tuple[Call, Position, Whereabouts | None]:
         """Write down what is about to be launched, for other ranks too: if sizes differ, gloo ends the process."""
-        key = (kind, unit, buffer.numel(), buffer.element_size())
+        purpose = self.purpose or ("" if self.recording else "a forward without gradients")
+        key = (kind, unit, buffer.numel(), buffer.element_size(), purpose)
         if key not in self.seen:
-            self.seen[key] = Call(*key), repr(key).encode()
-        call, name = self.seen[key]
+            call = Call(*key[:-1])
+            self.seen[key] = call, f"{call.line} in {purpose}" if purpose else call.line, repr(key).encode()
+        call, line, name = self.seen[key]
         if self.recording:
             self.calls.append(call)
-        self.number += 1
         self.digest = zlib.crc32(name, self.digest)
+        return call, self._note_line(line), self.whereabouts
+
+    def _note_line(self, line: str) -> Position:
+        """The next entry of this rank's page."""
+        self.number += 1
+        self.lines.append((self.number, line))
         position = (self.steps, self.number)
         if self.whereabouts is not None:
-            self.whereabouts.note(call.line, position)
-        return call, position, self.whereabouts
+            self.whereabouts.note(line, position)
+        return position

@@ -80,7 +80,7 @@ def make_units(model: nn.Module, blocks: list[tuple[str, Sequence[nn.Module]]], 
     units = []
     for name, block in [("root", [model]), *((name, block) for name, block in blocks if block[0] is not model)]:
         mine = [(n, p) for n, p in model.named_parameters() if owner[id(p)] is block[0]]
-        kinds = {"": (True, True), " (frozen)": (False, True), " (frozen, in no group)": (False, False)}
+        kinds = {"": (True, True), " (frozen)": (False, True), " (frozen, ungrouped)": (False, False)}
         for kind, (trainable, grouped) in kinds.items():
             chosen = [
                 (group_of.get(id(p), 0), n, p)

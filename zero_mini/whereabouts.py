@@ -54,6 +54,20 @@ class Whereabouts:
         with contextlib.suppress(dist.DistError):
             self.store.set(f"page {self.rank} {self.pages % 2}", f"{step} {number}\n")
 
+    def first_difference(self) -> str | None:
+        """In words, the first place at which ranks launched different things, as far as their pages show."""
+        try:
+            return self.find_difference([self.read(rank) for rank in range(self.world_size)])
+        except dist.DistError:
+            return None  # the store is gone, and so is its keeper: the collective will fail by itself
+
+    def find_difference(self, pages: list[dict[Position, str]]) -> str | None:
+        for position in sorted(set().union(*pages)):
+            lines = {rank: page[position] for rank, page in enumerate(pages) if position in page}
+            if message := difference(position, lines):
+                return message
+        return None
+
     def account(self, here: Position) -> str:
         """This rank failed in the collective at `here`: who is missing, and where it was last."""
         try:
@@ -68,10 +82,8 @@ class Whereabouts:
 
     def judge(self, read: list[dict[Position, str]], here: Position, silent: list[int]) -> str:
         """What the pages of all ranks show, of whom `silent` have not failed yet."""
-        for position in sorted(set().union(*read)):
-            lines = {rank: page[position] for rank, page in enumerate(read) if position in page}
-            if told := difference(position, lines):
-                return told
+        if message := self.find_difference(read):
+            return message
         behind = [rank for rank, page in enumerate(read) if max(page, default=(0, 0)) < here]
         told = []
         # Who has failed as well is a victim too.
@@ -110,14 +122,20 @@ def difference(position: Position, lines: dict[int, str]) -> str | None:
     None
     >>> difference((1, 2), {0: "all_gather of a", 1: "all_gather of b"}).partition(";")[0]
     'ranks ran different modules: number 2 of step 1 is all_gather of a on rank 0 but all_gather of b on rank 1'
+    >>> difference((1, 2), {0: "all_gather of a in model.state_dict()", 1: "all_gather of a"}).partition("; ")[2]
+    'call model.state_dict() on every rank'
     """
     (first, one), *others = lines.items()
     for rank, other in others:
         if other != one:
             step, number = position
+            purposes = {line.partition(" in ")[2] for line in (one, other)} - {"", "a step"}
+            remedy = (
+                f"call {min(purposes)} on every rank" if purposes else "every rank must run the same units in order"
+            )
             return (
                 f"ranks ran different modules: number {number} of step {step} is {one} on rank {first} "
-                f"but {other} on rank {rank}; every rank must run the same units in the same order"
+                f"but {other} on rank {rank}; {remedy}"
             )
     return None
 

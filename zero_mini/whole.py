@@ -37,37 +37,47 @@ class Whole:
         the end counts, for all ranks. A forward without gradient runs on the whole parameters;
         training does not.
         """
-        if grads:
-            self.before_step()
-        shown = [unit for unit in self.trainable if grads and unit.own_grad is not None]
-        with self._showing(self.units, write=True):
-            with torch.no_grad():
-                wholes = [self._whole(unit, unit.own_grad) for unit in shown]
-            for unit, whole in zip(shown, wholes):
-                unit.shows_grads = True
-                for index, (param, view) in enumerate(zip(unit.params, unit.views(whole))):
-                    if unit.used_anywhere >> index & 1:
-                        set_grad(param, view)
-            try:
+        with self.comm.doing("zero.full_params()", collective=True):
+            if grads:
+                self.before_step()
+            shown = [unit for unit in self.trainable if grads and unit.own_grad is not None]
+            with self._showing(self.units, write=True), self._showing_grads(shown):
                 yield
-            finally:
-                with torch.no_grad():
-                    for unit in shown:
-                        unit.shows_grads = False
-                        unit.note_used()
-                        unit.used_anywhere |= unit.used
-                        buffer = torch.empty(unit.P, dtype=self.master_dtype, device=self.device)
-                        unit.fill(buffer, [grad_of(param) for param in unit.params])
-                        self.comm.broadcast(buffer, unit.name).wait()
-                        unit.own_grad.copy_(unit.kept(buffer))
-                        for param in unit.params:
-                            set_grad(param, None)
+
+    @contextlib.contextmanager
+    def _showing_grads(self, units: list[Unit]) -> Iterator[None]:
+        """Within, .grad of their parameters is the mean over ranks, where any rank used them; changes count."""
+        with torch.no_grad():
+            wholes = [self._whole(unit, unit.own_grad) for unit in units]
+        for unit, whole in zip(units, wholes):
+            unit.shows_grads = True
+            for index, (param, view) in enumerate(zip(unit.params, unit.views(whole))):
+                if unit.used_anywhere >> index & 1:
+                    set_grad(param, view)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for unit in units:
+                    unit.shows_grads = False
+                    unit.note_used()
+                    unit.used_anywhere |= unit.used
+                    buffer = torch.empty(unit.P, dtype=self.master_dtype, device=self.device)
+                    unit.fill(buffer, [grad_of(param) for param in unit.params])
+                    self.comm.broadcast(buffer, unit.name).wait()
+                    unit.own_grad.copy_(unit.kept(buffer))
+                    for param in unit.params:
+                        set_grad(param, None)
 
     def state_dict(self) -> dict:
         """{"model": name -> tensor, "optimizer": name -> key -> tensor or number, "groups": [options], "scaler": ...}.
 
         Whole, on the CPU, the same on every rank.
         """
+        with self.comm.doing("zero.state_dict()", collective=True):
+            return self._state_dict()
+
+    def _state_dict(self) -> dict:
         model = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
         states: dict[str, dict] = {}
         for unit in self.trainable:
@@ -102,6 +112,8 @@ class Whole:
 
         Memory: one unit, which goes when the loop moves on. A value is a copy, not to be written to.
         """
+        with self.comm.doing("zero.named_parameters()", collective=True):
+            pass
         for unit in self.units:
             with torch.no_grad():
                 watch.check_untouched(unit)
@@ -155,9 +167,10 @@ class Whole:
                 f"the state has {len(state['groups'])} param groups, the optimizer {len(self.optimizer.param_groups)}: "
                 "build the optimizer as it was when the state was saved"
             )
-        self.model.load_state_dict(state["model"])
-        self.load_settings(state)
-        self.load_optimizer_states(state["optimizer"])
+        with self.comm.doing("zero.load_state_dict()", collective=True):
+            self.model.load_state_dict(state["model"])
+            self.load_settings(state)
+            self.load_optimizer_states(state["optimizer"])
 
     def settings(self) -> dict:
         """What is the same on every rank: {"groups": each param group's options, "scaler": the loss scale's state}."""
@@ -294,8 +307,12 @@ class Whole:
     def _enter_state_dict(self, module: nn.Module, *_, write: bool = False) -> None:
         held = {id(param) for param in module.parameters()}
         units = [unit for unit in self.units if any(id(param) in held for param in unit.params)]
-        self.open_calls.append(self._showing(units, write))
-        self.open_calls[-1].__enter__()
+        is_collective = write or any(unit.master.numel() < unit.P for unit in units)
+        self.open_calls.append(contextlib.ExitStack())
+        if not self.showing_whole:
+            call = "model.load_state_dict()" if write else "model.state_dict()"
+            self.open_calls[-1].enter_context(self.comm.doing(call, is_collective))
+        self.open_calls[-1].enter_context(self._showing(units, write))
 
     def _enter_load(self, module, state_dict, prefix, local_metadata, *_) -> None:
         if local_metadata.get("assign_to_params_buffers"):
