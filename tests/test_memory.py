@@ -140,6 +140,7 @@ def test_states_in_lists_tuples_and_dicts_are_counted_once(ranks):
             assert nbytes == 3 * 4 * numel + 5 * 4
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc])
 def test_a_sparse_tensor_is_its_indices_and_its_values(layout):
     block = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else ()
