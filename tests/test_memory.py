@@ -2,11 +2,12 @@
 
 import contextlib
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from zero_mini.memory import model_state_bytes, walk
+from zero_mini.memory import PlainTraining, model_state_bytes, walk
 from zero_mini.recorder import Recorder
 from zero_mini.zeroify import zeroify
 
@@ -106,6 +107,60 @@ def test_model_states_are_the_papers_bytes_and_every_other_byte_has_a_name(ranks
 def test_padding_is_under_one_percent_here(ranks):
     _, P, _ = ranks(4).run(train, 0, torch.float32)[0]
     assert sum(p.numel() for p in Model().parameters()) * 1.01 > sum(P.values())
+
+
+class Nesting(torch.optim.SGD):
+    """Keeps three tensors a parameter, and one for all."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            a, b, c = (torch.zeros_like(param) for _ in range(3))
+            self.state[param] = {"list": [a, (b, None)], "dict": {"c": c, "count": 3}, "again": a}
+        self.state["shared"] = {"scale": torch.zeros(5)}
+
+
+def test_states_in_lists_tuples_and_dicts_are_counted_once(ranks):
+    model = Model()
+    optimizer = Nesting(model.parameters())
+    optimizer.step()
+    numel = sum(param.numel() for param in model.parameters())
+    assert walk(PlainTraining(model, optimizer))["optimizer"] == 3 * 4 * numel + 5 * 4
+
+    def held(stage):
+        model = Model()
+        optimizer = Nesting(model.parameters(), 0.1)
+        zero = zeroify(model, optimizer, stage=stage, elementwise=True)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        return walk(zero)["optimizer"], sum(piece.numel() for unit in zero.units for _, piece in unit.pieces)
+
+    for stage in range(4):
+        for nbytes, numel in ranks(2).run(held, stage):
+            assert nbytes == 3 * 4 * numel + 5 * 4
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc])
+def test_a_sparse_tensor_is_its_indices_and_its_values(layout):
+    block = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else ()
+    values = torch.ones(2, *block)  # on the diagonal
+    sparse = torch.sparse_compressed_tensor(torch.arange(3), torch.arange(2), values, layout=layout)
+    twice = SimpleNamespace(tensors=lambda: [("other", "sparse", sparse), ("other", "again", sparse)])
+    assert walk(twice)["other"] == 8 * 3 + 8 * 2 + 4 * values.numel()
+
+
+def test_a_sparse_gradient_is_walked_and_recorded():
+    with Recorder() as recorder:
+        model = torch.nn.Embedding(1000, 8, sparse=True)
+        plain = PlainTraining(model, torch.optim.SparseAdam(model.parameters()))
+        recorder.follow(plain)
+        model(torch.tensor([1, 2, 2])).sum().backward()  # three rows, not coalesced
+        plain.optimizer.step()
+        held, live_bytes = walk(plain), recorder.live_bytes()
+    assert held["gradients"] == 3 * 8 + 3 * 8 * 4
+    assert held["optimizer"] == 2 * held["parameters"] == 2 * 1000 * 8 * 4
+    assert live_bytes == sum(held.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

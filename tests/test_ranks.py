@@ -1,7 +1,9 @@
 """A function on N ranks: results, output, and every way in which a rank can fail."""
 
+import gc
 import multiprocessing
 import os
+import random
 import re
 import signal
 import subprocess
@@ -12,10 +14,11 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import zero_mini.ranks
 from zero_mini.gpt import GPT, GPTConfig
@@ -41,14 +44,27 @@ results = run(total, 2, Number(1))
 print([result.value for result in results if isinstance(result, Number)])
 """
 
-ENDLESS_SCRIPT = """
-import os, time
+# Its ranks are never closed, and their workers would not notice that they are gone.
+FORGETFUL_SCRIPT = """
+import os, sys, time
+from torch.utils.data import DataLoader, Dataset
 from zero_mini.ranks import Ranks
+
+class Slow(Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, i):
+        time.sleep(1000)
+
+def load():
+    sys.kept = iter(DataLoader(Slow(), num_workers=1))
+    return [os.getpid(), *(worker.pid for worker in sys.kept._workers)]
 
 print("the script begins")
 ranks = Ranks(2)
-print(*ranks.run(os.getpid), flush=True)
-ranks.run(time.sleep, 1000)
+print(*sum(ranks.run(load), []), flush=True)
+ranks.run(time.sleep, SECONDS)
 """
 
 # For scripts that Python starts in a process of its own.
@@ -76,6 +92,21 @@ def wait_for_rank_1_while_it(acts):
 
 def raise_an_error():
     raise KeyError("no such layer")
+
+
+class Slow(Dataset):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, i: int) -> int:
+        time.sleep(1000)
+        return i
+
+
+def start_a_worker() -> list[int]:
+    """This rank's process and that of a DataLoader's worker, which would not notice that the rank is gone."""
+    sys.kept = iter(DataLoader(Slow(), num_workers=1))
+    return [os.getpid(), *(worker.pid for worker in sys.kept._workers)]
 
 
 def is_running(pid: int) -> bool:
@@ -153,8 +184,54 @@ def test_a_rank_has_the_environment_of_its_start(monkeypatch):
     assert run(os.getenv, 1, "ZERO_MINI_TEST") == ["set after the forkserver started"]
 
 
-def test_a_rank_may_load_its_data_in_other_processes(ranks):
-    assert ranks(1).run(lambda: [x.item() for x in DataLoader([1, 2, 3], num_workers=1)]) == [[1, 2, 3]]
+def test_a_rank_may_load_data_in_other_processes_with_classes_that_no_module_has(ranks):
+    class Tens(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return 10 * i
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([7, 8])
+
+    def load():
+        hello = {"worker_init_fn": lambda worker: print(f"worker {worker}"), "collate_fn": lambda items: items}
+        twice = DataLoader(Tens(), 2, num_workers=2, persistent_workers=True, **hello)
+        return [list(twice), list(twice), [item.item() for item in DataLoader(Stream(), num_workers=1)]]
+
+    assert ranks(2).run(load) == [[[[0, 10], [20, 30]]] * 2 + [[7, 8]]] * 2
+
+
+def test_a_worker_does_not_free_the_process_groups_of_its_rank():
+    class Collecting(Dataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, i):
+            return gc.collect() * 0
+
+    def load():
+        gc.disable()  # so that the worker is the first to collect
+        cycle = [dist.new_group([0])]
+        cycle.append(cycle)
+        dist.destroy_process_group(cycle[0])
+        del cycle
+        return [item.item() for item in DataLoader(Collecting(), num_workers=1)]
+
+    assert run(load, 1, timeout_s=20) == [[0]]
+
+
+def test_unseeded_ranks_draw_numbers_of_their_own_in_each_job():
+    def draw():
+        unseeded = torch.rand(()).item(), random.random(), np.random.random()
+        torch.manual_seed(0)
+        return unseeded, torch.rand(()).item()
+
+    unseeded, seeded = zip(*run(draw, 2), *run(draw, 1))
+    assert [len(set(drawn)) for drawn in zip(*unseeded)] == [3, 3, 3]
+    assert len(set(seeded)) == 1
 
 
 def test_process_groups_made_in_a_call_are_gone_after_it(ranks):
@@ -262,23 +339,26 @@ def test_a_deadlock_is_named_with_the_line_each_rank_is_at():
 def test_a_pool_keeps_its_processes_and_replaces_them_after_a_failure():
     with Ranks(2) as pool:
         first = pool.run(os.getpid)
+        workers = [pid for _, pid in pool.run(start_a_worker)]
         assert pool.run(os.getpid) == first
         with pytest.raises(RankError):
             pool.run(raise_an_error)
-        assert are_gone(first)
+        assert are_gone(first + workers)
         second = pool.run(os.getpid)
         assert not set(first) & set(second)
+        second += [pid for _, pid in pool.run(start_a_worker)]
         assert pool.run(report, 1)[0].total == 3
     assert are_gone(second)
 
 
 def test_a_rank_killed_between_two_calls_is_an_error_of_the_second():
     with Ranks(2) as pool:
-        pids = pool.run(os.getpid)
-        os.kill(pids[0], signal.SIGKILL)
-        assert are_gone(pids[:1])
+        (killed, worker), _ = pool.run(start_a_worker)
+        os.kill(killed, signal.SIGKILL)
+        assert are_gone([killed])
         with pytest.raises(RankError, match=r"^rank 0 died of SIGKILL"):
             pool.run(report, 1)
+        assert are_gone([worker])
         assert pool.run(report, 1)[0].total == 3
 
 
@@ -287,7 +367,7 @@ def test_a_rank_killed_between_two_calls_is_an_error_of_the_second():
 
 def test_ctrl_c_ends_all_ranks():
     with Ranks(2) as pool:
-        pids = pool.run(os.getpid)
+        pids = sum(pool.run(start_a_worker), [])
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             pool.run(time.sleep, 1000)
@@ -299,14 +379,17 @@ def test_a_rank_leaves_ctrl_c_to_its_parent():
     assert run(lambda: os.kill(os.getpid(), signal.SIGINT), 1) == [None]
 
 
-def test_ranks_end_when_their_parent_is_killed(tmp_path):
-    (tmp_path / "endless.py").write_text(ENDLESS_SCRIPT)
-    command = [sys.executable, tmp_path / "endless.py"]
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "without close()"])
+def test_ranks_and_their_workers_end_when_their_parent_does(tmp_path, killed):
+    (tmp_path / "forgetful.py").write_text(FORGETFUL_SCRIPT.replace("SECONDS", "1000" if killed else "0"))
+    command = [sys.executable, tmp_path / "forgetful.py"]
     with subprocess.Popen(command, env=FINDS_ZERO_MINI, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout.readline() == "the script begins\n"
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(is_running, pids))
-        parent.kill()
+        assert len(pids) == 4
+        if killed:
+            assert all(map(is_running, pids))
+            parent.kill()
     assert are_gone(pids)
 
 

@@ -20,7 +20,8 @@ In reading order:
     gpt.py  text.py  gpt2_file.py             the model and the data of every lesson; weights as others have them
     train_gpt.py  options.py  launch.py  resume.py  report.py      a training run, start to end
     benchmark.py  comparison  timeline.py     how fast it is, beside its peers
-    ranks.py  course.py  plots  measured      a function run on N ranks; what lessons share; pictures, records
+    ranks.py  rank_process.py  pickling.py    a function run on N ranks: what starts them, what runs in them
+    course.py  plots  measured                what lessons share; pictures; records
 """
 
 from zero_mini.zeroify import zeroify

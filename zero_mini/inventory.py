@@ -21,7 +21,7 @@ from zero_mini.comm import Call
 from zero_mini.flat import Unit
 from zero_mini.held import grad_of, plainly
 from zero_mini.host_activations import HostMemory
-from zero_mini.memory import walk
+from zero_mini.memory import tensors_in, walk
 
 
 class Inventory:
@@ -60,6 +60,8 @@ class Inventory:
                     yield "gradients", unit.name, grad
             yield from self.states(unit)
             yield "other", unit.name, unit.nothing[0]
+        for tensor in tensors_in(self.optimizer.state):  # besides those of units, what is no parameter's own
+            yield "optimizer", "state", tensor
         for name, buffer in self.model.named_buffers():
             yield "other", name, buffer
         for place in waiting_places(self.model):
@@ -71,9 +73,8 @@ class Inventory:
         # K = 12 counts the fp32 master copy as the optimizer's; without mixed precision it is the parameters.
         yield "optimizer" if self.mixed else "parameters", unit.name, unit.master
         for _, piece in unit.pieces:  # their .grad is a view of own_grad
-            for value in self.optimizer.state.get(piece, {}).values():
-                if isinstance(value, torch.Tensor):
-                    yield "optimizer", unit.name, value
+            for tensor in tensors_in(self.optimizer.state.get(piece)):
+                yield "optimizer", unit.name, tensor
 
     def host_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Those of `tensors` that wait in host memory."""

@@ -19,7 +19,8 @@ recorder agree it is a fact.
 Left out: activations, which no handle keeps and no formula of the stages covers.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,14 @@ import torch
 
 OPTIMIZERS = {"AdamW": 2, "SGD with momentum": 1, "SGD": 0}  # fp32 numbers that each keeps for a parameter
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
+# The methods that return what a sparse tensor consists of. (indices() would refuse one that is not coalesced.)
+SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 
 # --- by formula -------------------------------------------------------------------------------
 
@@ -150,10 +159,8 @@ class PlainTraining:
             yield "parameters", name, parameter
             if parameter.grad is not None:
                 yield "gradients", name, parameter.grad
-        for state in self.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    yield "optimizer", name, value
+        for tensor in tensors_in(self.optimizer.state):
+            yield "optimizer", "state", tensor
         for name, buffer in self.model.named_buffers():
             yield "other", name, buffer
 
@@ -176,8 +183,35 @@ def distinct_storages(owner: Owner) -> Iterator[tuple[str, torch.UntypedStorage]
     for category, label, tensor in owner.tensors():
         if category not in CATEGORIES:
             raise ValueError(f"{label!r} is listed as {category!r}, which is none of {CATEGORIES}")
-        storage = tensor.untyped_storage()
-        # A meta storage says how large it would be; it has no memory.
-        if storage._cdata not in seen and storage.device.type != "meta":
-            seen.add(storage._cdata)
-            yield category, storage
+        for storage in storages_of(tensor):
+            # A meta storage says how large it would be; it has no memory.
+            if storage._cdata not in seen and storage.device.type != "meta":
+                seen.add(storage._cdata)
+                yield category, storage
+
+
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """The memory of a tensor: one storage, or those of a sparse tensor's indices and values.
+
+    >>> [storage.nbytes() for storage in storages_of(torch.eye(3).to_sparse())]  # 2 x 3 int64, 3 fp32
+    [48, 12]
+    """
+    if tensor.layout in SPARSE_PARTS:
+        return [getattr(tensor, part)().untyped_storage() for part in SPARSE_PARTS[tensor.layout]]
+    return [tensor.untyped_storage()]
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors of an optimizer's state, which may lie in lists, tuples and dicts, beside None and numbers.
+
+    >>> [tensor.item() for tensor in tensors_in({"step": 3, "sums": [torch.tensor(1), (None, torch.tensor(2))]})]
+    [1, 2]
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, (list, tuple, deque, set)):
+        for each in value:
+            yield from tensors_in(each)

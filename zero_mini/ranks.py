@@ -26,40 +26,27 @@ Left out: several machines (torchrun does that), and output while the function s
 """
 
 import contextlib
-import gc
-import importlib
-import io
 import linecache
 import multiprocessing
 import os
-import queue
-import re
 import signal
 import sys
 import tempfile
-import threading
 import time
-import traceback
 import types
-import warnings
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, TextIO
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
+from zero_mini.pickling import pack, unpack
+from zero_mini.rank_process import START_S, TIDY_UP, WHERE, Failure, end_group, join, serve
 from zero_mini.whereabouts import LostRank
 
-START_S = 120.0  # for all ranks to start and to find each other
 GRACE_S = 2.0  # after the first failure, for the other ranks to say what they saw
-WHERE = b"where are you?"
-TIDY_UP = b"all ranks are done"
-# How a rank reports that it is *another* rank that went away, in the middle of a collective.
-LOST_PEER = re.compile("closed by peer|reset by peer|broken pipe|connection refused|remote process exited", re.I)
 
 
 class RankError(RuntimeError):
@@ -98,8 +85,9 @@ class Ranks:
     """`world_size` processes that form one torch.distributed job and wait for functions to run.
 
     In such a function `dist` is initialised, the CPU cores are shared out among the ranks, and on "cuda" each rank
-    has its current GPU. Arguments and results are copied; a tensor on a GPU arrives on the CPU. Between calls a rank
-    keeps its state (random generators, imported modules), but not the process groups that the function made.
+    has its current GPU. Each rank draws random numbers of its own until the function seeds them. Arguments and
+    results are copied; a tensor on a GPU arrives on the CPU. Between calls a rank keeps its state (random generators,
+    imported modules), but not the process groups that the function made.
 
     timeout_s: seconds that one call may take; the start of the processes does not count.
     device:    "cpu" or "cuda"; None: "cuda" for nccl, or if the backend is left open and every rank can have a GPU.
@@ -115,6 +103,7 @@ class Ranks:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._processes: list[multiprocessing.process.BaseProcess] = []
+        weakref.finalize(self, _kill, self._processes)  # or when this process ends, if close() was forgotten
         self._pipes: list[Connection] = []
         self._outputs: list[TextIO] = []
 
@@ -130,7 +119,7 @@ class Ranks:
         RankError if a rank raises, exits, is killed or takes longer than `timeout_s`. All ranks are ended then, and
         the next call starts new ones.
         """
-        call = _pack((function, args, kwargs, _lines_without_a_file()))
+        call = pack((function, args, kwargs, _lines_without_a_file()))
         try:
             if not self._processes:
                 self._start()
@@ -142,20 +131,20 @@ class Ranks:
             with contextlib.suppress(OSError):
                 pipe.send_bytes(TIDY_UP)
         self._print_outputs()
-        return [_unpack(result) for result in results]
+        return [unpack(result) for result in results]
 
     def close(self) -> None:
         """End all ranks and print what they still had to say. The next `run` starts new ones."""
         for pipe in self._pipes:
             pipe.close()
-        for process in self._processes:
-            process.kill()  # an idle rank has nothing to put in order, and a stuck one would not hear
+        _kill(self._processes)  # an idle rank has nothing to put in order, and a stuck one would not hear
         for process in self._processes:
             process.join(GRACE_S)
         self._print_outputs()
         for output in self._outputs:
             output.close()
-        self._processes, self._pipes, self._outputs = [], [], []
+        for ended in (self._processes, self._pipes, self._outputs):
+            ended.clear()
 
     def _start(self) -> None:
         # A forked copy of this process can hang for ever, because its threads are gone and their locks are not; a
@@ -175,13 +164,13 @@ class Ranks:
                 pipe, far_end = context.Pipe()
                 self._pipes.append(pipe)
                 arguments = (rank, far_end, path, dict(os.environ))
-                process = context.Process(target=_serve, args=arguments, daemon=True)  # ends when this process does
+                process = context.Process(target=serve, args=arguments, daemon=True)  # ends when this process does
                 with _main_hidden():
                     process.start()
                 self._processes.append(process)
                 far_end.close()
                 place = (rank, self.world_size, self.backend, self.device, self._store.port, self.timeout_s)
-                joins.append(_pack((_join, place, {}, {})))
+                joins.append(pack((join, place, {}, {})))
             self._call(joins, START_S)
         for output in self._outputs:
             output.read()  # what libraries say when they start is not the function's output
@@ -192,7 +181,7 @@ class Ranks:
             with contextlib.suppress(OSError):  # a rank that died since the last call: found out below
                 pipe.send_bytes(call)
         results: dict[int, bytes] = {}
-        failures: dict[int, _Failure] = {}
+        failures: dict[int, Failure] = {}
         deadline = time.monotonic() + timeout_s
         while pending := [r for r in range(self.world_size) if r not in results and r not in failures]:
             left_s = deadline - time.monotonic()
@@ -203,7 +192,7 @@ class Ranks:
                 reply = self._reply(rank)
                 if isinstance(reply, bytes):
                     results[rank] = reply
-                elif isinstance(reply, _Failure):
+                elif isinstance(reply, Failure):
                     failures[rank] = reply
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if failures:
@@ -212,7 +201,7 @@ class Ranks:
             raise self._too_late(pending, timeout_s)
         return [results[rank] for rank in range(self.world_size)]
 
-    def _reply(self, rank: int) -> "bytes | str | _Failure | None":
+    def _reply(self, rank: int) -> "bytes | str | Failure | None":
         """What the rank has sent, the news of its death, or None if it lives and has sent nothing."""
         alive = self._processes[rank].exitcode is None  # asked first: the last words come before the death
         with contextlib.suppress(EOFError, OSError):
@@ -221,11 +210,12 @@ class Ranks:
             if alive:
                 return None
         self._processes[rank].join(GRACE_S)
+        _kill([self._processes[rank]])  # its workers have its sockets, too: now the other ranks see them close
         code = self._processes[rank].exitcode
         what = f"exited with status {code} before its function returned"
         if code is not None and code < 0:
             what = f"died of {signal.Signals(-code).name}"
-        return _Failure(rank, time.monotonic(), what)
+        return Failure(rank, time.monotonic(), what)
 
     def _too_late(self, late: list[int], timeout_s: float) -> RankError:
         """The time-out of ranks that did not fail either, with the line that each of them is at."""
@@ -246,21 +236,14 @@ class Ranks:
                 print(f"[rank {rank}] {shown}" if self.world_size > 1 else shown)
 
 
-@dataclass
-class _Failure:
-    """Why one rank has no result."""
-
-    rank: int
-    when_s: float  # on the monotonic clock, which the processes of a machine share
-    what: str  # "raised ValueError: ..."
-    details: str = ""  # the traceback of an exception
-
-    @property
-    def is_victim(self) -> bool:
-        return LOST_PEER.search(self.what) is not None
+def _kill(processes: list[multiprocessing.process.BaseProcess]) -> None:
+    """End ranks, and what they have started."""
+    for process in processes:
+        end_group(process.pid)
+        process.kill()  # one so young that it has no group yet
 
 
-def _root_cause_first(failures: list[_Failure], pending: list[int]) -> RankError:
+def _root_cause_first(failures: list[Failure], pending: list[int]) -> RankError:
     failures = sorted(failures, key=lambda failure: failure.rank)
     # A victim often reports before the rank that it lost: the clock decides only between failures of one sort.
     cause = min(failures, key=lambda failure: (failure.is_victim, failure.when_s)).what
@@ -297,34 +280,6 @@ def _placement(world_size: int, backend: str | None, device: str | None) -> tupl
     return backend, device
 
 
-class _ByValue:
-    """The pickle module that torch.save is to use: cloudpickle, for functions that no other process can import."""
-
-    class Pickler(cloudpickle.Pickler):
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, types.CodeType):  # cloudpickle drops the name of the file, and tracebacks need it
-                return _code, (obj.co_filename, *self.dispatch_table[types.CodeType](obj)[1])
-            # A function that says `model.config` takes torch.distributed.config along, if that is imported, and
-            # torch's modules of settings are of a class that pickle does not know for modules.
-            if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
-                return importlib.import_module, (obj.__name__,)
-            return super().reducer_override(obj)
-
-
-def _code(filename: str, *parts: Any) -> types.CodeType:
-    return types.CodeType(*parts).replace(co_filename=filename)
-
-
-def _pack(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer, pickle_module=_ByValue)  # tensors as plain bytes: no shared memory to clean up
-    return buffer.getvalue()
-
-
-def _unpack(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-
-
 def _lines_without_a_file() -> dict[str, tuple]:
     # The source of notebook cells, so that the tracebacks of ranks can show it.
     return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
@@ -340,91 +295,3 @@ def _main_hidden() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-# What follows runs in the process of a rank.
-
-
-def _serve(rank: int, pipe: Connection, output_path: str, environment: dict[str, str]) -> None:
-    """The life of a rank: one call after the other, until the parent ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent decides
-    multiprocessing.current_process().daemon = False  # else a DataLoader may not start workers
-    os.environ.update(environment)  # the forkserver has that of an earlier moment
-    # File descriptors, not only sys.stdout: what C++ code or a killed rank printed counts too.
-    output = os.open(output_path, os.O_WRONLY | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.stdout = sys.stderr = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
-    warnings.simplefilter("ignore")
-    calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    one_at_a_time = threading.Lock()
-    threading.Thread(target=_listen, args=(pipe, calls, one_at_a_time), daemon=True).start()
-    gc.freeze()  # what torch is made of is no garbage: _tidy_up() need not look at 300,000 objects
-    while True:
-        call = calls.get()
-        if call == TIDY_UP:
-            _tidy_up()
-            continue
-        reply = _answer(rank, call)
-        sys.stdout.flush()
-        with one_at_a_time:
-            pipe.send(reply)
-        if isinstance(reply, _Failure):
-            os._exit(1)  # ranks that wait for this one in a collective fail at once, too
-
-
-def _listen(pipe: Connection, calls: queue.SimpleQueue[bytes], one_at_a_time: threading.Lock) -> None:
-    """Pass calls to the main thread, say where it is when asked, and end the process when the parent is gone."""
-    while True:
-        try:
-            message = pipe.recv_bytes()
-        except (EOFError, OSError):
-            os._exit(0)
-        if message != WHERE:
-            calls.put(message)
-            continue
-        frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-        own = [i for i, frame in enumerate(frames) if frame.filename == _listen.__code__.co_filename]
-        with one_at_a_time:
-            pipe.send("".join(traceback.format_list(frames[own[-1] + 1 :])).rstrip())
-
-
-def _answer(rank: int, call: bytes) -> bytes | _Failure:
-    try:
-        function, args, kwargs, lines = _unpack(call)
-        linecache.cache.update(lines)
-        return _pack(function(*args, **kwargs))
-    except SystemExit as error:
-        return _Failure(rank, time.monotonic(), f"called sys.exit({error.code!r})")
-    except BaseException as error:
-        what = "".join(traceback.format_exception_only(error)).rstrip()
-        stack = traceback.format_exception(type(error), error, error.__traceback__.tb_next)  # without this function
-        return _Failure(rank, time.monotonic(), f"raised {what}", "".join(stack).rstrip())
-
-
-def _tidy_up() -> None:
-    """Leave the groups that the call made: each has sockets and three threads, one of which wakes 100 times a second.
-
-    Only when all ranks are done may it be taken from the others. And what refers to it has to go: a model does, and is
-    in a cycle with its hooks.
-    """
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    gc.collect()
-
-
-def _join(rank: int, world_size: int, backend: str, device: str, port: int, timeout_s: float) -> None:
-    """The first call of a rank: take its place in the job."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // world_size))
-    if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(
-        backend,
-        store=dist.TCPStore("127.0.0.1", port, is_master=False),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s + START_S),  # never before our own, whose message says more
-        device_id=torch.device("cuda", rank) if backend == "nccl" else None,
-    )

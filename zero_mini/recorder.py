@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero_mini.memory import CATEGORIES, Owner, distinct_storages
+from zero_mini.memory import CATEGORIES, Owner, distinct_storages, storages_of
 
 aten = torch.ops.aten
 
@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
         self._live_bytes = 0
         self._owner: Owner | None = None
         for tensor in known:
-            self._meet(tensor.untyped_storage(), "known")
+            self._meet_all(tensor, "known")
 
     def follow(self, owner: Owner) -> None:
         """From now on `owner` says which storage is what."""
@@ -171,7 +171,8 @@ class Recorder(TorchDispatchMode):
         blocks = []
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor):
-                blocks += self._meet(leaf.untyped_storage(), op)
+                for storage in storages_of(leaf):
+                    blocks += self._meet(storage, op)
         return blocks
 
     def _meet(self, storage: torch.UntypedStorage, op: str) -> list[Block]:

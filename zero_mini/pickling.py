@@ -1,0 +1,44 @@
+"""A call or a result as bytes for another process, which need not be able to import what it is made of.
+
+Functions and classes of a notebook cell, of a script or of another function travel by value (cloudpickle), tensors as
+plain bytes, which need no shared memory and arrive on the CPU.
+
+    >>> unpack(pack(lambda x: x + torch.ones(2)))(1).tolist()
+    [2.0, 2.0]
+"""
+
+import importlib
+import io
+import types
+from typing import Any
+
+import cloudpickle
+import torch
+
+
+def pack(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_module=_ByValue)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
+class _ByValue:
+    """The pickle module that torch.save is to use."""
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, types.CodeType):  # cloudpickle drops the name of the file, and tracebacks need it
+                return _code, (obj.co_filename, *self.dispatch_table[types.CodeType](obj)[1])
+            # A function that says `model.config` takes torch.distributed.config along, if that is imported, and
+            # torch's modules of settings are of a class that pickle does not know for modules.
+            if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+                return importlib.import_module, (obj.__name__,)
+            return super().reducer_override(obj)
+
+
+def _code(filename: str, *parts: Any) -> types.CodeType:
+    return types.CodeType(*parts).replace(co_filename=filename)
