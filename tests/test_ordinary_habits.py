@@ -1,5 +1,8 @@
 """What people write by habit: it means the same, or raises with the remedy (how that is seen: both_ways.py)."""
 
+import copy
+import io
+
 import pytest
 import torch
 from both_ways import D_IN, D_OUT, EXACT, MIXED, STAGES, Block, Compare, D, Tower, descent, momentum
@@ -454,3 +457,127 @@ SHAPES = {
 def test_an_ordinary_shape_trains_right(compare_fp32, shape):
     build, script = SHAPES[shape]
     compare_fp32(script or (lambda job: job.train(0, 1, 2)), build=build)
+
+
+# --- what ranks must have in common -----------------------------------------------------------------------
+
+
+def set_other_rate(job):
+    job.optimizer.param_groups[1]["lr"] = 0.1 / (1 + job.rank)
+
+
+def set_other_betas(job):
+    job.optimizer.param_groups[0]["momentum"] = 0.9 - job.rank / 10
+
+
+def initialise_with_own_seed(job):
+    """At stage 3 the write itself raises."""
+    torch.manual_seed(job.rank)
+    nn.init.normal_(job.model.blocks[1].fc.weight)
+
+
+def replace_the_head(job):
+    job.model.leave = nn.Linear(D, D_OUT)
+
+
+def add_a_parameter(job):
+    job.model.blocks[0].register_parameter("extra", nn.Parameter(torch.ones(2)))
+
+
+DIFFERENT = {  # what happens on ranks -> what the error of the next step names
+    set_other_rate: ("lr of param group 1", "0.1 on rank 0", "0.05 on rank 1"),
+    set_other_betas: ("momentum of param group 0", "0.9 on rank 0", "0.8 on rank 1"),
+    initialise_with_own_seed: ("blocks.1", "zero.full_params()"),
+    replace_the_head: ("leave.weight",),
+    add_a_parameter: ("blocks.0.extra",),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT, ids=lambda what: what.__name__)
+def test_what_ranks_must_have_in_common_is_compared_at_the_step(compare_fp32, what):
+    def script(job):
+        job.train(0)
+        if job.zero is not None:
+            what(job)
+        job.train(1)
+
+    error = compare_fp32(script, may_raise=True)
+    assert error is not None and all(name in error.splitlines()[-1] for name in DIFFERENT[what])
+
+
+def test_the_same_write_on_every_rank_is_no_difference(compare_fp32):
+    def script(job):
+        job.train(0)
+        if job.zero is None or job.zero.stage < 3:
+            torch.manual_seed(5)
+            nn.init.normal_(job.model.blocks[1].fc.weight)
+        job.train(1)
+
+    if compare_fp32.stage < 3:
+        compare_fp32(script)
+
+
+# --- copies, transforms, moves ----------------------------------------------------------------------------
+
+NO_COPIES = {
+    "deepcopy": lambda job: copy.deepcopy(job.optimizer),
+    "torch.save": lambda job: torch.save(job.optimizer, io.BytesIO()),
+    "deepcopy of its groups": lambda job: copy.deepcopy(job.optimizer.param_groups),
+}
+UNDER_FULL_PARAMS = {
+    "jvp": lambda job, x: torch.func.jvp(lambda x: job.model(x), (x,), (torch.ones_like(x),)),
+    "vmap of jacrev": lambda job, x: torch.func.vmap(torch.func.jacrev(lambda x: job.model(x)))(x),
+    "trace": lambda job, x: torch.jit.trace(job.model, x),
+    "export": lambda job, x: torch.export.export(job.model, (x,)),
+    "functional_call under grad": lambda job, x: torch.func.grad(lambda x: job.model(x).sum())(x),
+}
+
+
+def test_copies_of_the_optimizer_are_refused_and_a_snapshot_shares_nothing(compare_fp32):
+    def script(job):
+        for step in range(2):
+            job.train(step)
+            if job.zero is None:
+                continue
+            for copy_it in NO_COPIES.values():
+                with pytest.raises(RuntimeError, match=r"zero\.state_dict\(\)|full_params"):
+                    copy_it(job)
+            snapshot, rate = job.zero.state_dict(), job.optimizer.param_groups[0]["lr"]
+            assert snapshot["groups"][0]["lr"] is not rate
+            job.zero.load_state_dict(snapshot)
+            assert job.optimizer.param_groups[0]["lr"] is not snapshot["groups"][0]["lr"]
+
+    def with_a_tensor(model):
+        return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.05))
+
+    compare_fp32(script, optimizer=with_a_tensor)
+
+
+@pytest.mark.parametrize("what", UNDER_FULL_PARAMS)
+def test_transforms_and_traces_work_under_full_params_and_name_it_elsewhere(compare_fp32, what):
+    def script(job):
+        job.train(0)
+        job.optimizer.zero_grad()
+        job.model.eval()
+        x = job.batch(1)[0]
+        if job.zero is not None and what != "export":
+            with pytest.raises(RuntimeError, match=r"zero\.full_params\("):
+                UNDER_FULL_PARAMS[what](job, x)
+        with job.full_params():
+            UNDER_FULL_PARAMS[what](job, x)
+        job.model.train()
+        job.train(1)
+
+    compare_fp32(script)
+
+
+@pytest.mark.parametrize("place", ["cpu:0", "cpu"])
+def test_a_move_to_where_the_model_is_harms_nothing(compare, place):
+    def script(job):
+        for step in range(2):
+            job.model.to(place)
+            job.model.to(torch.device(place))
+            job.train(step)
+            job.model.to(place)
+
+    compare(script)

@@ -1,6 +1,8 @@
 """What ranks tell each other once a step: a few numbers between hosts, before the optimizer changes anything.
 
     digest   of all collectives so far: did every rank launch the same ones, in the same order?            (comm.py)
+    options  of all param groups but tensors: does every rank update with the same learning rate?
+    written  a bit a unit: someone has written to its parameters, so the ranks compare their values
     late     a bit a unit: gradients came that no flat buffer has taken, as the model's modules were called without the
              model's own forward. All ranks reduce such a unit now
     used     a bit a parameter: has this rank brought a gradient to it since zero_grad()? What no rank used is left
@@ -9,6 +11,11 @@
 The numbers are integers on the host; on GPUs nothing waits for the device.
 """
 
+import zlib
+
+import torch
+from torch.utils._pytree import tree_iter
+
 from zero_mini import pieces, watch
 from zero_mini.flat import Unit
 
@@ -16,7 +23,7 @@ BITS = 63  # of an int64, without its sign
 
 
 def agree(zero) -> None:
-    """Compare the digests, reduce what came late, and know what was used. RuntimeError. Collective."""
+    """Compare digests and options, reduce what came late, and know what was used. RuntimeError. Collective."""
     late = []
     for unit in zero.trainable:
         watch.check_reduced(unit)
@@ -24,13 +31,20 @@ def agree(zero) -> None:
             zero.check_late(unit)
             unit.note_used()
             late.append(unit)
-    mine = pack([(unit in late, 1) for unit in zero.units] + [(unit.used, len(unit.params)) for unit in zero.units])
-    bits = unpack(zero.comm.agree(mine))
-    is_late = {}
+    mine = []
     for unit in zero.units:
-        is_late[unit], bits = bits & 1, bits >> 1
+        mine += [(unit in late, 1), (watch.was_written_to(unit), 1), (unit.used, len(unit.params))]
+    options = options_of(zero.optimizer)
+    checksum = zlib.crc32(repr(options).encode())
+    rows = zero.comm.agree([checksum, *pack(mine)])
+    if any(row[0] != checksum for row in rows):
+        refuse_other_options(zero, options)
+    bits = unpack([row[1:] for row in rows])
+    is_late, is_written = {}, {}
     for unit in zero.units:
+        is_late[unit], is_written[unit], bits = bits & 1, bits >> 1 & 1, bits >> 2
         unit.used_anywhere, bits = bits & (1 << len(unit.params)) - 1, bits >> len(unit.params)
+    compare_values(zero, [unit for unit in zero.units if is_written[unit]])
     for unit in reversed(zero.trainable):
         if is_late[unit]:
             unit.take_grads(zero.master_dtype)
@@ -55,6 +69,46 @@ def leave_unused_alone(zero, unit: Unit) -> None:
             mixed |= members & unused
     if mixed:
         pieces.set_apart(zero, unit, mixed)
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """What param groups say besides parameters; tensors stay out of it, since the host would wait for the device."""
+    return {
+        f"{key} of param group {index}": repr(value)
+        for index, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key != "params" and not any(isinstance(leaf, torch.Tensor) for leaf in tree_iter(value))
+    }
+
+
+def refuse_other_options(zero, options: dict[str, str]) -> None:
+    """RuntimeError, on every rank, that names the option, the ranks and the values."""
+    everyone = zero.comm.host_gather(options)
+    for rank, other in enumerate(everyone):
+        for name in everyone[0] | other:
+            ours, theirs = everyone[0].get(name, "missing"), other.get(name, "missing")
+            if ours != theirs:
+                raise RuntimeError(
+                    f"{name} is {ours} on rank 0 but {theirs} on rank {rank}: set it alike on every rank; a scheduler "
+                    "that looks at the loss needs the mean over ranks"
+                )
+
+
+def compare_values(zero, units: list[Unit]) -> None:
+    """RuntimeError, on every rank, if these units were written to and are not the same everywhere."""
+    if not units:
+        return
+    mine = [zlib.crc32(unit.full.detach().cpu().view(torch.uint8).numpy()) for unit in units]
+    first, *others = zero.comm.host_gather(mine)
+    for rank, theirs in enumerate(others, start=1):
+        for unit, one, other in zip(units, first, theirs):
+            if one != other:
+                raise RuntimeError(
+                    f"parameters of {unit.name} were written to after zeroify(), and rank 0 and rank {rank} have other "
+                    "values now: write under zero.full_params(), where rank 0's values count, or alike on every rank"
+                )
+    for unit in units:
+        watch.note_versions(unit)
 
 
 def pack(numbers: list[tuple[int, int]]) -> list[int]:

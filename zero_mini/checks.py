@@ -141,6 +141,11 @@ class Plan:
             if getattr(module, "sparse", False) is True:
                 kind = type(module).__name__
                 return f"{name}.weight produces sparse gradients ({kind}(sparse=True)); set sparse=False"
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+                return (
+                    f"{name}.weight is changed in forward ({type(module).__name__}(max_norm={module.max_norm})), by "
+                    "each rank for its own data; set max_norm=None, and clip the rows under zero.full_params()"
+                )
         return None
 
     def refuse_units(self, units: Sequence[nn.Module | Sequence[nn.Module]] | None) -> str | None:

@@ -115,6 +115,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
             pieces.make_pieces(self, unit)
         pieces.point_optimizer_to_pieces(self)
         self.connect()
+        self.model_layout = watch.Layout(model)
 
     # --- the moments -------------------------------------------------------------------------
 
@@ -258,6 +259,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
     def check_step(self) -> None:
         """See that nothing but the script has brought a gradient or changed a parameter, and that ranks agree."""
         self.close_broken_calls()
+        self.model_layout.check()
         agreement.agree(self)
         for unit in self.units:
             watch.check_untouched(unit)

@@ -11,6 +11,8 @@ gathers them for a module that runs; otherwise the operation raises. A shard ser
 What would silently mean something else raises too: reading a gradient that is only a shard, copying views.
 """
 
+import sys
+
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -38,6 +40,8 @@ class HeldParameter(nn.Parameter):
     def grad(self):
         """The gradient while autograd accumulates it; raises once a flat buffer has it."""
         if grad_of(self) is None and self.unit.hides_gradient:
+            if sys._getframe(1).f_code is nn.Module._apply.__code__:
+                return None  # module.to() would move it; where it must stay, as `data` refuses other places
             raise RuntimeError(
                 f"the gradient of {self.unit.name} is in a flat buffer, perhaps only a shard of it: "
                 "read it under zero.full_params(grads=True), clip it with zero.clip_grad_norm_()"
@@ -62,7 +66,7 @@ class HeldParameter(nn.Parameter):
 
     @data.setter
     def data(self, value):
-        if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
+        if (value.shape, value.dtype, value.device.type) != (self.shape, self.dtype, self.device.type):
             raise RuntimeError(
                 f"{self.name_in_model} lives in a flat buffer as {tuple(self.shape)} of {self.dtype} on {self.device}, "
                 f"and was given {tuple(value.shape)} of {value.dtype} on {value.device}: "
@@ -80,6 +84,15 @@ class HeldParameter(nn.Parameter):
     @requires_grad.setter
     def requires_grad(self, value):
         self.requires_grad_(value)
+
+    def to(self, *args, **kwargs):
+        """The parameter itself if it is there, and of that dtype, already; "cpu:0" is "cpu"."""
+        with plainly():
+            result = torch.Tensor.to(self, *args, **kwargs)
+            same_place = result.device.type == self.device.type and (self.is_cpu or result.device == self.device)
+            if same_place and result.dtype == self.dtype and not kwargs.get("copy"):
+                return self
+        return run_out_of_turn(torch.Tensor.to, (self, *args), kwargs) if type(self) is HiddenParameter else result
 
     def requires_grad_(self, requires_grad=True):
         if requires_grad and not self.unit.trainable:
@@ -111,9 +124,7 @@ class HiddenParameter(HeldParameter):
                 result = operation(*args, **kwargs)
             if result is args[0]:  # it is there, and of that type, already
                 return result
-        from zero_mini.out_of_turn import run
-
-        return run(operation, args, kwargs)
+        return run_out_of_turn(operation, args, kwargs)
 
     def __repr__(self, **_):
         return f"Parameter {self.name_in_model} {tuple(self.shape)} of {self.dtype}, its values not in place"
@@ -157,6 +168,12 @@ class Shard(nn.Parameter):
         return f"Shard of {self.unit.name}, {self.numel()} elements of {self.dtype}"
 
 
+def run_out_of_turn(operation, args: tuple, kwargs: dict):
+    from zero_mini.out_of_turn import run  # which imports this module
+
+    return run(operation, args, kwargs)
+
+
 def address(tensor: torch.Tensor) -> int:
     with plainly():
         return tensor.data_ptr()
@@ -195,8 +212,8 @@ METADATA = (
         torch.Tensor,
         "size numel nelement dim ndimension element_size is_floating_point is_complex is_signed is_inference "
         "is_pinned is_shared get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad "
-        "is_same_size has_names is_conj is_neg new_empty new_zeros new_ones new_full new_tensor new_empty_strided "
-        "__hash__ __len__ __dir__",
+        "is_same_size _is_view has_names is_conj is_neg new_empty new_zeros new_ones new_full new_tensor "
+        "new_empty_strided __hash__ __len__ __dir__",
     )
     | existing(
         torch,
@@ -205,4 +222,4 @@ METADATA = (
     )
 )
 GRADIENTS = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
-CONVERSIONS = existing(torch.Tensor, "to cpu cuda float double half bfloat16 type type_as")
+CONVERSIONS = existing(torch.Tensor, "cpu cuda float double half bfloat16 type type_as")

@@ -58,6 +58,7 @@ class Hooks:
         self.close_broken_calls()
         if self.showing_whole:
             return None
+        refuse_transforms()
         if not backward_is_running():  # not a recompute
             self.before_model()
             self.comm.recording = torch.is_grad_enabled()
@@ -70,6 +71,7 @@ class Hooks:
     @torch.no_grad()
     def _enter_forward(self, unit, module, args) -> None:
         if not self.showing_whole:
+            refuse_transforms()
             if backward_is_running():
                 self._begin_backward()  # a recompute: the outermost backward is known here, not later
             elif self.in_backward:
@@ -145,6 +147,11 @@ def hook_optimizer(zero: Hooks) -> None:
             "use zero.state_dict() and zero.load_state_dict()"
         )
 
+    def no_copy(*_):
+        raise RuntimeError(
+            "the optimizer holds this rank's shards, so it can be neither copied nor pickled: use zero.state_dict()"
+        )
+
     def no_new_groups(*_):
         raise RuntimeError("add_param_group: name every parameter before zeroify(); frozen ones may be in a group")
 
@@ -153,6 +160,7 @@ def hook_optimizer(zero: Hooks) -> None:
     optimizer.register_state_dict_pre_hook(only_shards)
     optimizer.register_load_state_dict_pre_hook(only_shards)
     optimizer.add_param_group = no_new_groups
+    optimizer.__deepcopy__ = optimizer.__reduce_ex__ = no_copy
     for name in ("train", "eval"):  # schedule-free optimizers exchange parameters for averages there
         if callable(getattr(optimizer, name, None)):
             setattr(optimizer, name, within(zero.updating, getattr(optimizer, name)))
@@ -172,6 +180,17 @@ def within(context: Callable, method: Callable) -> Callable:
 def halfway(zero: weakref.ref, _) -> None:
     """Half of a unit's gradients have arrived. Garbage collection does not look into hooks of a tensor."""
     zero().send_ready()
+
+
+def refuse_transforms() -> None:
+    """RuntimeError under a function transform or a trace, to which hooks and collectives are foreign."""
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if is_transformed or torch.jit.is_tracing():
+        what = "a transform of torch.func" if is_transformed else "torch.jit.trace"
+        raise RuntimeError(
+            f"{what} of a model that zeroify() has hooked: run it under zero.full_params(), on every rank, where "
+            "parameters are whole and hooks do nothing"
+        )
 
 
 def backward_is_running() -> bool:

@@ -14,6 +14,7 @@ Left out: sharded checkpoints, which never need the whole (checkpoint.py).
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -174,13 +175,13 @@ class Whole:
 
     def settings(self) -> dict:
         """What is the same on every rank: {"groups": each param group's options, "scaler": the loss scale's state}."""
-        groups = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
+        groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         return {"groups": groups, "scaler": self.scaler and self.scaler.state_dict()}
 
     def load_settings(self, settings: dict) -> None:
         """Take over what `settings()` returned, for as many param groups."""
         for group, options in zip(self.optimizer.param_groups, settings["groups"]):
-            group.update(options)
+            group.update(copy.deepcopy(options))
         if self.scaler is not None and settings.get("scaler"):  # what was saved in bf16 has none
             self.scaler.load_state_dict(settings["scaler"])
 
