@@ -101,9 +101,36 @@ def test_without_a_process_group_the_error_says_how_to_get_one():
 class LayerRates(torch.optim.SGD):
     """An optimizer that this package does not know, although it is elementwise."""
 
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Renamed(torch.optim.SGD):
+    """Overrides nothing that SGD does."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr, momentum=0.9)
+
+    def rates(self) -> list[float]:
+        return [group["lr"] for group in self.param_groups]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer, as several packages' do."""
+
+    def __init__(self, base):
+        self.base = base
+        super().__init__(base.param_groups, {})
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
 
 class AdamW(torch.optim.SGD):
     """Has a name that this package knows, and is another optimizer."""
+
+    def step(self, closure=None):
+        return super().step(closure)
 
 
 WHOLE_TENSORS = {
@@ -138,6 +165,20 @@ def trained(wrap: Callable | None, build_optimizer: Callable, **options) -> list
         model(torch.randn(4, 2, generator=torch.Generator().manual_seed(step))).sin().mean().backward()
         optimizer.step()
     return [value.detach().clone() for value in model.state_dict().values()]
+
+
+def test_a_subclass_that_overrides_nothing_is_the_optimizer_it_comes_from(pair):
+    for values in pair.run(trained, zeroify, Renamed, stage=2):
+        for own, alone in zip(values, trained(None, Renamed)):
+            torch.testing.assert_close(own, alone)
+
+
+def test_a_wrapper_of_an_optimizer_is_refused_whatever_is_vouched_for(pair):
+    def wrap(rank):
+        model = Tower()
+        zeroify(model, Lookahead(sgd(model)), elementwise=True)
+
+    check_refused(pair, wrap, "ValueError", "Lookahead", "SGD", r"optimizer\.base")
 
 
 def test_elementwise_vouches_for_an_unknown_optimizer(pair):
@@ -267,6 +308,11 @@ WRONG_MODELS = {
     "meta": (lambda: with_layer(nn.Linear(2, 2, device="meta")), ["extra.weight", "meta", "initialise"]),
     "meta buffer": (lambda: with_layer(nn.BatchNorm1d(2, affine=False, device="meta")), ["extra.running_mean", "meta"]),
     "sparse": (lambda: with_layer(nn.Embedding(4, 2, sparse=True)), ["extra.weight", "sparse=True", "sparse=False"]),
+    "max_norm": (
+        lambda: with_layer(nn.Embedding(4, 2, max_norm=1.0)),
+        ["extra.weight", "max_norm=1.0", "max_norm=None"],
+    ),
+    "max_norm bag": (lambda: with_layer(nn.EmbeddingBag(4, 2, max_norm=1.0)), ["extra.weight", "Bag", "max_norm=None"]),
     "sparse bag": (lambda: with_layer(nn.EmbeddingBag(4, 2, sparse=True)), ["extra.weight", "Bag", "sparse=False"]),
     "complex": (lambda: with_layer(nn.Linear(2, 2, dtype=torch.complex64)), ["extra.weight", "complex64", "real"]),
     "integers": (

@@ -23,8 +23,22 @@ from zero_mini.units import find_blocks
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "Rprop", "ASGD")
 
 
+def known_class(optimizer: torch.optim.Optimizer) -> type | None:
+    """The class of torch.optim whose update this optimizer's is: its own, or one of which it overrides no method."""
+    known = [getattr(torch.optim, name) for name in ELEMENTWISE]
+    for cls in type(optimizer).__mro__:
+        if cls in known:
+            return cls
+        if any(
+            callable(value) and hasattr(torch.optim.SGD, name) and name != "__init__"
+            for name, value in vars(cls).items()
+        ):
+            return None
+    return None
+
+
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer) in [getattr(torch.optim, name) for name in ELEMENTWISE]
+    return known_class(optimizer) is not None
 
 
 def check_process_group(group: dist.ProcessGroup | None) -> None:
@@ -56,6 +70,8 @@ class Plan:
         offload: str | os.PathLike | None = None,
         scaler: LossScaler | None = None,
     ):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer (got a {type(optimizer).__name__})")
         self.model, self.optimizer, self.stage, self.compute_dtype = model, optimizer, stage, dtype
         self.names = {id(module): name for name, module in model.named_modules()}
         self.params = dict(model.named_parameters())
@@ -167,6 +183,12 @@ class Plan:
 
     def refuse_optimizer(self, elementwise: bool) -> str | None:
         kind = type(self.optimizer)
+        for name, value in vars(self.optimizer).items():
+            if isinstance(value, torch.optim.Optimizer):
+                return (
+                    f"{kind.__name__} wraps the {type(value).__name__} in its .{name}, and would read and write "
+                    f"parameters outside of that one's step(); pass optimizer.{name}, and do without the wrapper"
+                )
         if not elementwise and not is_known(self.optimizer):
             return (
                 f"{kind.__name__} may look at whole tensors, and a shard would change its result; known to be safe are "

@@ -43,6 +43,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zero_mini.checks import known_class
 from zero_mini.flat import Unit
 from zero_mini.held import plainly, set_data
 from zero_mini.memory import CATEGORIES
@@ -122,7 +123,9 @@ class OnDisk(Offload):
         self.number = {unit: number for number, unit in enumerate(units)}
         # After the master, a unit's file holds these: (number of the piece, key of its state, dtype).
         self.layout: dict[Unit, list[tuple[int, str, torch.dtype]]] = {unit: [] for unit in units}
-        values = 3 if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) else 1  # others: the master at least
+        values = (
+            3 if known_class(optimizer) in (torch.optim.Adam, torch.optim.AdamW) else 1
+        )  # others: the master at least
         needed = 2 * sum(unit.S * unit.params[0].element_size() * values for unit in units)
         about = f"rank {comm.rank} of {comm.world_size}, a {type(model).__name__} of {len(units)} units"
         try:

@@ -141,7 +141,9 @@ def hook_optimizer(zero: Hooks) -> None:
             return (args[0], closure_then_means, *args[2:]), kwargs
         return args, kwargs | {"closure": closure_then_means}
 
-    def only_shards(*_):
+    def only_shards(_, state=None):
+        if zero.comm.steps == 1 and not (state["state"] if state else optimizer.state):
+            return  # before the first step there is nothing to lose, and accelerate does so
         raise RuntimeError(
             "the optimizer holds this rank's shards, so its own state_dict is no whole state: "
             "use zero.state_dict() and zero.load_state_dict()"

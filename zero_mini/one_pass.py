@@ -21,6 +21,8 @@ Left out: other optimizers, amsgrad, a learning rate that is a tensor: they take
 
 import torch
 
+from zero_mini.checks import known_class
+
 try:
     import triton
     import triton.language as tl
@@ -37,7 +39,7 @@ def suits(zero) -> bool:
 
 def knows(optimizer: torch.optim.Optimizer) -> bool:
     """Is its update the one that is written here?"""
-    return type(optimizer) is torch.optim.AdamW and all(
+    return known_class(optimizer) is torch.optim.AdamW and all(
         group["fused"] and not (group["amsgrad"] or group["maximize"] or isinstance(group["lr"], torch.Tensor))
         for group in optimizer.param_groups
     )
