@@ -57,7 +57,7 @@ ADDRESS := $(shell sed -n 's|^Repository = "https://github.com/\([^"]*\)".*|\1|p
 address:
 	perl -pi -e 's#(github(\.com)?/)[\w.-]+/zero_mini\b#$$1$(ADDRESS)#g' README.md notebooks/*.ipynb
 
-.venv/installed-test: EXTRA = [test,lessons,student]
+.venv/installed-test: EXTRA = [test,lessons,strangers,student]
 .venv/installed-lessons: EXTRA = [lessons]
 .venv/installed-student: EXTRA = [lessons,student]
 .venv/installed-lint: EXTRA = [lint]

@@ -1,0 +1,202 @@
+"""Models that others wrote train at every stage as torch DDP trains them, to the bit, and keep their libraries' habits.
+
+Two ranks on gloo, other data on each, three steps. What a habit leaves (tokens, files, a GAN's losses) is what torch
+DDP's model leaves. A test that needs a package which is not here is skipped: `pip install -e ".[strangers]"`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import copies_of, exactly
+from strangers import LANGUAGE, LORA, STRANGERS, D, Stranger, tokens
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, kl_div
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_mini.ddp import DDP
+from zero_mini.zeroify import zeroify
+
+STAGES = (0, 1, 2, 3)
+TORCH = None  # in place of a stage: torch DDP
+
+
+@dataclass
+class Trained:
+    """What a run leaves."""
+
+    model: nn.Module
+    zero: DDP | None
+    start: dict[str, torch.Tensor]
+    seen: list[torch.Tensor] = field(default_factory=list)  # losses, and what a habit looked at
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int | None, unused: bool = False):
+    """(what to call, the handle): torch DDP or the model itself."""
+    if stage is TORCH:
+        return DistributedDataParallel(model, find_unused_parameters=unused), None
+    return model, zeroify(model, optimizer, stage=stage)
+
+
+def draw(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 * dist.get_rank() + step)
+
+
+def train(stranger: Stranger, stage: int | None, prepare: Callable = lambda model: None) -> Trained:
+    torch.manual_seed(dist.get_rank())  # rank 0's weights count
+    model = stranger.build()
+    prepare(model)
+    model.train()
+    optimizer = stranger.optimizer(model)
+    called, zero = wrap(model, optimizer, stage, stranger.unused)
+    run = Trained(model, zero, copies_of(model.state_dict()))
+    for step in range(3):
+        loss = stranger.loss(called, draw(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.seen.append(loss.detach())
+    run.state = copies_of(model.state_dict())
+    return run
+
+
+def differences(label: str, one: Trained, other: Trained) -> list[str]:
+    found = [
+        f"{label}: {i} of what was seen" for i, (a, b) in enumerate(zip(one.seen, other.seen)) if not torch.equal(a, b)
+    ]
+    if (len(one.seen), list(one.state)) != (len(other.seen), list(other.state)):
+        found.append(f"{label}: other names")
+    found += [f"{label}: {name}" for name in one.state if not torch.equal(one.state[name], other.state[name])]
+    if all(torch.equal(one.state[name], one.start[name]) for name in one.start):
+        found.append(f"{label}: nothing was trained")
+    return found
+
+
+def against_torch(run: Callable[..., Trained]) -> list[str]:
+    """run(stage) at every stage and with torch DDP: what differs on this rank."""
+    with exactly():
+        expected = run(TORCH)
+        return [line for stage in STAGES for line in differences(f"stage {stage}", run(stage), expected)]
+
+
+def skip_without(stranger: Stranger) -> None:
+    for package in stranger.needs:
+        pytest.importorskip(package)
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_stranger_trains_as_torch_ddp_trains_it(ranks, name):
+    skip_without(STRANGERS[name])
+    assert ranks(2).run(lambda: against_torch(lambda stage: train(STRANGERS[name], stage))) == [[], []]
+
+
+# --- Hugging Face's habits --------------------------------------------------------------------------------
+
+
+def generate_and_save(stranger: Stranger, folder: Path, stage: int | None) -> Trained:
+    run = train(stranger, stage)
+    run.model.eval()
+    prompt = tokens(draw(50), 4)
+    run.seen.append(run.model.generate(prompt, max_new_tokens=5, min_new_tokens=5, do_sample=False))
+    if run.zero is not None:
+        with run.zero.full_params():
+            if dist.get_rank() == 0:
+                run.model.save_pretrained(folder)
+        dist.barrier()
+        run.state = copies_of(type(run.model).from_pretrained(folder).state_dict())
+    return run
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_a_language_model_generates_and_is_saved_as_torch_ddps_model(ranks, name, tmp_path):
+    skip_without(LANGUAGE[name])
+
+    def run(stage):
+        return generate_and_save(LANGUAGE[name], tmp_path / str(stage), stage)
+
+    assert ranks(2).run(lambda: against_torch(run)) == [[], []]
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_gradient_checkpointing_changes_no_bit(ranks, name):
+    skip_without(LANGUAGE[name])
+
+    def run(stage):
+        checkpoint = (lambda model: None) if stage is TORCH else (lambda model: model.gradient_checkpointing_enable())
+        return train(LANGUAGE[name], stage, checkpoint)
+
+    assert ranks(2).run(lambda: against_torch(run)) == [[], []]
+
+
+def tuned_beside_its_base(stage: int | None) -> Trained:
+    """A LoRA whose loss looks at what the model says without it, as RLHF does."""
+    torch.manual_seed(dist.get_rank())
+    model = LORA.build()
+    optimizer = LORA.optimizer(model)
+    called, zero = wrap(model, optimizer, stage)
+    run = Trained(model, zero, copies_of(model.state_dict()))
+    for step in range(3):
+        ids = tokens(draw(step))
+        with torch.no_grad(), model.disable_adapter():
+            base = called(input_ids=ids).logits
+        out = called(input_ids=ids, labels=ids)
+        loss = out.loss + kl_div(out.logits.log_softmax(-1), base.log_softmax(-1), log_target=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.seen += [loss.detach(), base]
+    run.state = copies_of(model.state_dict())
+    return run
+
+
+def test_a_lora_is_tuned_beside_its_base(ranks):
+    skip_without(LORA)
+    assert ranks(2).run(lambda: against_torch(tuned_beside_its_base)) == [[], []]
+
+
+# --- two models at once -----------------------------------------------------------------------------------
+
+
+def two_layers(inside: int, outside: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(inside, D), nn.LeakyReLU(0.2), nn.Linear(D, D), nn.LeakyReLU(0.2), nn.Linear(D, outside)
+    )
+
+
+def gan(stage: int | None) -> Trained:
+    torch.manual_seed(dist.get_rank())
+    models = nn.ModuleDict({"generator": two_layers(4, 8), "discriminator": two_layers(8, 1)})
+    optimizers = {
+        name: torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.5, 0.9)) for name, model in models.items()
+    }
+    start = copies_of(models.state_dict())
+    called = {name: wrap(model, optimizers[name], stage)[0] for name, model in models.items()}
+    run = Trained(models, None, start)
+
+    def verdict(x: torch.Tensor, real: bool) -> torch.Tensor:
+        judged = called["discriminator"](x)
+        return binary_cross_entropy_with_logits(judged, torch.full_like(judged, float(real)))
+
+    for step in range(3):
+        noise, real = torch.randn(6, 4, generator=draw(step)), torch.randn(6, 8, generator=draw(step + 50))
+        loss = verdict(real, True) + verdict(called["generator"](noise).detach(), False)
+        loss.backward()
+        optimizers["discriminator"].step()
+        optimizers["discriminator"].zero_grad()
+        models["discriminator"].requires_grad_(False)
+        fooled = verdict(called["generator"](noise), True)
+        fooled.backward()
+        optimizers["generator"].step()
+        optimizers["generator"].zero_grad()
+        models["discriminator"].requires_grad_(True)
+        run.seen += [loss.detach(), fooled.detach()]
+    run.state = copies_of(models.state_dict())
+    return run
+
+
+def test_a_gan_trains_as_torch_ddp_trains_it(ranks):
+    assert ranks(2).run(lambda: against_torch(gan)) == [[], []]
