@@ -5,7 +5,8 @@ In reading order:
     comm.py  flat.py                          four collectives; parameters as one flat buffer
     ddp.py  zero1.py  zero2.py  zero3.py      plain data parallelism, then one idea a file
     zeroify.py  units.py                      the one-line entry; which parameters travel together
-    hooks.py  held.py                         how the script meets a model; what a parameter becomes
+    hooks.py  held.py  out_of_turn.py         how the script meets a model; what a parameter becomes; a read at any time
+    pieces.py  agreement.py                   what the optimizer sees; what ranks tell each other at a step
     precision.py  loss_scale.py  clip.py      what it computes in, and how gradients are tamed
     whole.py  inventory.py                    whole values from shards; what is kept alive, listed
     ledger.py  whereabouts.py                 every collective, counted; who is missing when one fails

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from zero_mini import pieces, watch
-from zero_mini.flat import Unit
+from zero_mini.flat import Unit, count_none
 
 BITS = 63  # of an int64, without its sign
 
@@ -27,13 +27,14 @@ def agree(zero) -> None:
     late = []
     for unit in zero.trainable:
         watch.check_reduced(unit)
-        if unit.grads_arrived():
+        grads = unit.grads()
+        if count_none(grads) < len(grads):
             zero.check_late(unit)
-            unit.note_used()
+            unit.note_used(grads)
             late.append(unit)
     mine = []
     for unit in zero.units:
-        mine += [(unit in late, 1), (watch.was_written_to(unit), 1), (unit.used, len(unit.params))]
+        mine += [(unit in late, 1), (watch.check_untouched(unit), 1), (unit.used, len(unit.params))]
     options = options_of(zero.optimizer)
     checksum = zlib.crc32(repr(options).encode())
     rows = zero.comm.agree([checksum, *pack(mine)])

@@ -261,8 +261,6 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
         self.close_broken_calls()
         self.model_layout.check()
         agreement.agree(self)
-        for unit in self.units:
-            watch.check_untouched(unit)
 
     @torch.no_grad()
     def after_step(self) -> None:

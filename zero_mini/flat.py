@@ -25,8 +25,10 @@ do in an unsharded model. Gaps are zero, and stay zero: their gradient is zero.
 Left out: parameters of several dtypes in one model, and sparse ones (see checks.py).
 """
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import repeat
 from weakref import ReferenceType
 
 import torch
@@ -45,6 +47,11 @@ def round_up(numel: int, multiple: int) -> int:
     (8, 8, 0)
     """
     return -(-numel // multiple) * multiple
+
+
+def count_none(grads: list) -> int:
+    """How many are None. (`in` and `count` would compare tensors by value.)"""
+    return sum(map(operator.is_, grads, repeat(None)))
 
 
 @dataclass(eq=False)
@@ -142,15 +149,21 @@ class Unit:
         """A new buffer (P) of the parameters' values, gaps zero."""
         return self.fill(torch.empty(self.P, dtype=dtype, device=device), self.params)
 
-    def grads_arrived(self) -> int:
-        """How many parameters hold a gradient that no flat buffer has taken yet."""
+    def grads(self) -> list[torch.Tensor | None]:
+        """What autograd has brought and no flat buffer has taken yet."""
         with plainly():
-            return sum(grad_of(param) is not None for param in self.params)
+            return list(map(grad_of, self.params))
 
-    def note_used(self) -> None:
+    def grads_arrived(self) -> int:
+        """How many parameters hold such a gradient."""
+        return len(self.params) - count_none(self.grads())
+
+    def note_used(self, grads: list[torch.Tensor | None]) -> None:
         """Remember which parameters have brought a gradient."""
-        with plainly():
-            self.used |= sum(1 << index for index, param in enumerate(self.params) if grad_of(param) is not None)
+        if not count_none(grads):
+            self.used = (1 << len(grads)) - 1
+        else:
+            self.used |= sum(1 << index for index, grad in enumerate(grads) if grad is not None)
 
     def take_grads(self, accumulate_dtype: torch.dtype) -> None:
         """Move every parameter's .grad into `grad` (P): the first is copied, further ones are added.
@@ -158,10 +171,10 @@ class Unit:
         Sums of several micro-batches are kept in `accumulate_dtype`: bf16 would stall (512 times
         1.0 adds up to 256). A parameter without a gradient counts as zero.
         """
+        grads = self.grads()
+        self.note_used(grads)
         with plainly():
-            grads = [grad_of(param) for param in self.params]
-            self.note_used()
-            if self.grad is None and self.is_dense and all(grad is not None for grad in grads):
+            if self.grad is None and self.is_dense and not count_none(grads):
                 self.grad = _flatten_dense_tensors(grads)  # what the next branch does, in one operation
             elif self.grad is None:
                 self.grad = torch.empty(self.P, dtype=self.params[0].dtype, device=self.params[0].device)

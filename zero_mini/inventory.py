@@ -19,7 +19,6 @@ import torch
 from zero_mini.activations import waiting_places
 from zero_mini.comm import Call
 from zero_mini.flat import Unit
-from zero_mini.held import grad_of, plainly
 from zero_mini.host_activations import HostMemory
 from zero_mini.memory import tensors_in, walk
 
@@ -53,9 +52,7 @@ class Inventory:
             if unit.full is not None:
                 yield "parameters", unit.name, unit.full
             sent = unit.reducing[1:] if unit.reducing else ()
-            with plainly():
-                arrived = [grad_of(param) for param in unit.params]
-            for grad in (unit.own_grad, unit.grad, *sent, *arrived):
+            for grad in (unit.own_grad, unit.grad, *sent, *unit.grads()):
                 if grad is not None:
                     yield "gradients", unit.name, grad
             yield from self.states(unit)

@@ -13,11 +13,16 @@ Left out: writes that torch does not count, those through a NumPy array say.
 """
 
 import operator
+from collections.abc import Iterator
+from itertools import chain
 
+import torch
 from torch import nn
 
 from zero_mini.flat import Unit
 from zero_mini.held import plainly
+
+version_of = torch.Tensor._version.__get__
 
 
 def check_reduced(unit: Unit) -> None:
@@ -34,20 +39,18 @@ def note_versions(unit: Unit) -> None:
     unit.versions = versions_of(unit)
 
 
-def check_untouched(unit: Unit) -> None:
-    """RuntimeError if the user changed what a flat buffer cannot follow."""
+def check_untouched(unit: Unit) -> bool:
+    """Has the user written to its parameters, so that the master follows? RuntimeError if it does not follow."""
     versions = versions_of(unit)
-    if versions != unit.versions and not follows_writes(unit):
+    if versions == unit.versions:
+        return False
+    if not follows_writes(unit):
         name = next(n for n, before, now in zip(unit.names, unit.versions, versions) if before != now)
         raise RuntimeError(
             f"{name} was changed in place, but what counts is its master copy, "
             "which was not: write to parameters under zero.full_params()"
         )
-
-
-def was_written_to(unit: Unit) -> bool:
-    """By the user, so that the master follows: ranks may have written other values."""
-    return unit.full is not None and versions_of(unit) != unit.versions and follows_writes(unit)
+    return not unit.is_whole
 
 
 class Layout:
@@ -58,15 +61,19 @@ class Layout:
         self.look()
 
     def look(self) -> None:
-        tables = [table for module in self.model.modules() for table in (module._modules, module._parameters)]
-        self.tables = [(table, tuple(table.values())) for table in tables]
+        modules = list(self.model.modules())
+        self.tables = [module._modules for module in modules] + [module._parameters for module in modules]
+        self.entries = list(self.now())
+
+    def now(self) -> Iterator[object]:
+        return chain.from_iterable(map(dict.values, self.tables))
 
     def check(self) -> None:
         """RuntimeError if a parameter has come since that no unit has. (One that has gone is like an unused one.)"""
-        for table, before in self.tables:
-            if len(table) != len(before) or not all(map(operator.is_, table.values(), before)):
-                break
-        else:
+        is_as_it_was = sum(map(len, self.tables)) == len(self.entries) and all(
+            map(operator.is_, self.now(), self.entries)
+        )
+        if is_as_it_was:
             return
         for name, param in self.model.named_parameters():
             if not hasattr(param, "unit"):
@@ -79,7 +86,7 @@ class Layout:
 
 def versions_of(unit: Unit) -> list[int]:
     with plainly():
-        return [param._version for param in unit.params]
+        return list(map(version_of, unit.params))
 
 
 def follows_writes(unit: Unit) -> bool:

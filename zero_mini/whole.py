@@ -23,7 +23,7 @@ from torch import nn
 
 from zero_mini import pieces, watch
 from zero_mini.flat import Unit
-from zero_mini.held import NO_COPY, grad_of, set_grad
+from zero_mini.held import NO_COPY, set_grad
 from zero_mini.hooks import backward_is_running
 
 
@@ -61,10 +61,10 @@ class Whole:
             with torch.no_grad():
                 for unit in units:
                     unit.shows_grads = False
-                    unit.note_used()
+                    unit.note_used(unit.grads())
                     unit.used_anywhere |= unit.used
                     buffer = torch.empty(unit.P, dtype=self.master_dtype, device=self.device)
-                    unit.fill(buffer, [grad_of(param) for param in unit.params])
+                    unit.fill(buffer, unit.grads())
                     self.comm.broadcast(buffer, unit.name).wait()
                     unit.own_grad.copy_(unit.kept(buffer))
                     for param in unit.params:
