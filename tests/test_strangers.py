@@ -4,15 +4,18 @@ Two ranks on gloo, other data on each, three steps. What a habit leaves (tokens,
 DDP's model leaves. A test that needs a package which is not here is skipped: `pip install -e ".[strangers]"`.
 """
 
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from parity import copies_of, exactly
-from strangers import LANGUAGE, LORA, STRANGERS, D, Stranger, tokens
+from strangers import LANGUAGE, LENGTH, LORA, STRANGERS, D, Stranger, tokens
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, kl_div
 from torch.nn.parallel import DistributedDataParallel
@@ -200,3 +203,86 @@ def gan(stage: int | None) -> Trained:
 
 def test_a_gan_trains_as_torch_ddp_trains_it(ranks):
     assert ranks(2).run(lambda: against_torch(gan)) == [[], []]
+
+
+# --- loops of others --------------------------------------------------------------------------------------
+
+
+def gpt2_and_data():
+    torch.manual_seed(0)
+    rows = [torch.arange(LENGTH) + first for first in range(32)]
+    return STRANGERS["GPT-2"].build(), [{"input_ids": row, "labels": row} for row in rows]
+
+
+def with_accelerate(stage: int | None) -> list[float]:
+    from accelerate import Accelerator
+
+    model, data = gpt2_and_data()
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=4))
+    if stage is TORCH:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        zeroify(model, optimizer, stage=stage)
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+    losses = []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def with_trainer(stage: int | None) -> list[float]:
+    from transformers import Trainer, TrainingArguments
+
+    class ZeroTrainer(Trainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+
+        def create_optimizer(self, model=None):
+            super().create_optimizer(model)
+            self.zero = zeroify(self.model, self.optimizer, stage=stage)
+            return self.optimizer
+
+        def _clip_grad_norm(self, model):
+            return self.zero.clip_grad_norm_(self.args.max_grad_norm)
+
+        def _get_grad_norm(self, model, grad_norm=None):
+            return grad_norm
+
+    model, data = gpt2_and_data()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=4,
+            per_device_train_batch_size=4,
+            learning_rate=0.01,
+            max_grad_norm=0.5,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = (Trainer if stage is TORCH else ZeroTrainer)(model=model, args=arguments, train_dataset=data)
+        trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("loop", [with_accelerate, with_trainer])
+def test_a_loop_of_others_trains_as_with_torch_ddp(ranks, loop):
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+
+    def losses() -> list[list[float]]:
+        os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))  # as torchrun sets it
+        return [loop(stage) for stage in (TORCH, *STAGES)]
+
+    for expected, *stages in ranks(2).run(losses):
+        assert len(expected) == 4 and expected[-1] < expected[0]
+        assert all(own == pytest.approx(expected, rel=1e-5) for own in stages)

@@ -65,14 +65,18 @@ def zeroify(
     initialise   gives values to parameters that were built on the meta device, called as
                  initialise(name, tensor) one unit at a time, so that at stage 3 no rank ever holds a whole model.
     elementwise  vouches that an optimizer this package does not know updates each element by itself.
-    group        the ranks that share the states; None: all of them.
+    group        the ranks that share the states; None: all of them. Its time-out is how long a rank waits for the
+                 others: dist.new_group(timeout=timedelta(minutes=5)), or init_process_group(timeout=...) for all.
     scaler       how the loss scale begins and grows in fp16; None: from 2**16, as torch's does.
     offload      "host": master copy and optimizer states wait in host memory, and the CPU updates them; a folder:
                  they wait in files there. Stages 1 to 3.
 
     Every rank must call it with the same model; rank 0's values are taken. Returns the handle: clip_grad_norm_,
-    no_sync, scale, full_params, state_dict, load_state_dict, memory, ledger. ValueError or RuntimeError, on every
-    rank, if this model and optimizer cannot be trained so.
+    no_sync, scale, full_params, named_parameters, add_penalty, updating, state_dict, load_state_dict, memory, ledger.
+    ValueError or RuntimeError, on every rank, if this model and optimizer cannot be trained so.
+
+    A parameter that no rank uses in a step is left alone as torch leaves a gradient that is None: value, states and the
+    optimizer's count of its steps. requires_grad_() may be called at any time for parameters that are in a param group.
     """
     checks.check_process_group(group)
     comm = Comm(group)
