@@ -7,7 +7,7 @@ DDP's model leaves. A test that needs a package which is not here is skipped: `p
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import copies_of, exactly
-from strangers import LANGUAGE, LENGTH, LORA, STRANGERS, D, Stranger, tokens
+from strangers import LANGUAGE, LENGTH, LORA, ROWS, STRANGERS, D, Stranger, tokens
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits, kl_div
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, kl_div
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_mini.ddp import DDP
@@ -45,17 +45,31 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int | None, 
     return model, zeroify(model, optimizer, stage=stage)
 
 
+def average_by_hand(model: nn.Module) -> None:
+    """What torch DDP does, for a model whose modules are called by themselves."""
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad /= dist.get_world_size()
+            dist.all_reduce(param.grad)
+
+
 def draw(step: int) -> torch.Generator:
     return torch.Generator().manual_seed(100 * dist.get_rank() + step)
 
 
-def train(stranger: Stranger, stage: int | None, prepare: Callable = lambda model: None) -> Trained:
+def train(stranger: Stranger, stage: int | None, prepare=lambda model: None, in_parts: bool = False) -> Trained:
     torch.manual_seed(dist.get_rank())  # rank 0's weights count
     model = stranger.build()
     prepare(model)
     model.train()
     optimizer = stranger.optimizer(model)
-    called, zero = wrap(model, optimizer, stage, stranger.unused)
+    if in_parts and stage is TORCH:
+        called, zero = model, None
+        for tensor in model.state_dict().values():
+            dist.broadcast(tensor, 0)
+        optimizer.register_step_pre_hook(lambda *_: average_by_hand(model))
+    else:
+        called, zero = wrap(model, optimizer, stage, stranger.unused)
     run = Trained(model, zero, copies_of(model.state_dict()))
     for step in range(3):
         loss = stranger.loss(called, draw(step))
@@ -159,6 +173,66 @@ def tuned_beside_its_base(stage: int | None) -> Trained:
 def test_a_lora_is_tuned_beside_its_base(ranks):
     skip_without(LORA)
     assert ranks(2).run(lambda: against_torch(tuned_beside_its_base)) == [[], []]
+
+
+# --- modules called by themselves -------------------------------------------------------------------------
+
+
+def encoded(t5: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    return t5.get_encoder()(input_ids=tokens(generator)).last_hidden_state.square().mean()
+
+
+def encoded_then_decoded(t5: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    seen = t5.encoder(input_ids=tokens(generator))
+    return t5(encoder_outputs=seen, labels=tokens(generator), use_cache=False).loss
+
+
+def body_then_head(gpt2: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    ids = tokens(generator)
+    hidden = gpt2.transformer(input_ids=ids).last_hidden_state
+    return cross_entropy(gpt2.lm_head(hidden).flatten(0, 1), ids.flatten())
+
+
+def from_its_embeddings(gpt2: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    ids = tokens(generator)
+    out = gpt2(inputs_embeds=gpt2.get_input_embeddings()(ids), labels=ids, output_hidden_states=True)
+    return out.loss + sum(hidden.square().mean() for hidden in out.hidden_states)
+
+
+def attention_alone(vit: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    x = torch.randn(ROWS, LENGTH, D, generator=generator)
+    return vit.encoder.layers[0].self_attention(x, x, x)[0].square().mean()
+
+
+def source_alone(translator: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    ids = tokens(generator)
+    padding = torch.arange(LENGTH).expand(ROWS, -1) >= LENGTH // 2
+    hidden = translator.transformer.encoder(translator.source(ids), src_key_padding_mask=padding)
+    return hidden[~padding].square().mean()
+
+
+def recurrent_alone(last_word: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    last_word.lstm.flatten_parameters()
+    return last_word.lstm(last_word.embed(tokens(generator)))[0].square().mean()
+
+
+PARTS = {
+    "T5's encoder": ("T5", encoded),
+    "T5's encoder, then all of it": ("T5", encoded_then_decoded),
+    "GPT-2's body, then its head": ("GPT-2", body_then_head),
+    "GPT-2's embedding, then all of it": ("GPT-2", from_its_embeddings),
+    "an attention": ("VisionTransformer", attention_alone),
+    "nn.TransformerEncoder": ("nn.Transformer", source_alone),
+    "nn.LSTM": ("nn.LSTM", recurrent_alone),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_called_by_itself_is_trained(ranks, part):
+    name, loss = PARTS[part]
+    skip_without(STRANGERS[name])
+    stranger = replace(STRANGERS[name], loss=loss)
+    assert ranks(2).run(lambda: against_torch(lambda stage: train(stranger, stage, in_parts=True))) == [[], []]
 
 
 # --- two models at once -----------------------------------------------------------------------------------
