@@ -10,8 +10,10 @@ ARGS ?=
 .PHONY: train test matrix lint course lessons student slides address
 .NOTPARALLEL:
 
+# One thread a rank, as torchrun would set it with a warning.
 train: .venv/installed
-	.venv/bin/torchrun --standalone --nproc-per-node $(N) zero_mini/train_gpt.py --stage $(STAGE) $(ARGS)
+	@test "$(N)" -ge 1 2> /dev/null || { echo "make train: N must be a whole number >= 1 (got $(N))"; exit 2; }
+	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node $(N) zero_mini/train_gpt.py --stage $(STAGE) $(ARGS)
 
 # Two files at a time: most tests are ranks that wait for each other.
 test: .venv/installed-test

@@ -2,6 +2,7 @@
 bit is taken for a checkpoint."""
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -820,3 +821,30 @@ def test_a_kill_at_any_durable_action_leaves_a_checkpoint_that_loads(ranks, save
         says=f"killed before each of {counts[0]} durable actions of rank 0 and {counts[1]} of rank 1: all "
         f"{len(folders)} folders load, to the bit",
     )
+
+
+# --- what earlier editions wrote ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_checkpoint_of_the_first_edition_loads_at_every_stage(ranks, stage):
+    """Written by two ranks at stage 3 with AdamW and two param groups; its values lie beside it."""
+    folder = Path(__file__).parent / "data" / "first_edition"
+    expected = json.loads((folder / "expected.json").read_text())
+
+    def loaded() -> dict:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
+        matrices, others = ([p for p in model.parameters() if (p.ndim > 1) is is_matrix] for is_matrix in (True, False))
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        zero = zeroify(model, torch.optim.AdamW(groups, lr=0.5), stage=stage)
+        found = load(folder, zero)
+        assert found.step == 2 and found.extra == {"note": "first edition"}
+        assert zero.optimizer.param_groups[0]["lr"] == 0.01
+        return zero.state_dict()
+
+    for state in ranks(2).run(loaded):
+        for name, values in expected["model"].items():
+            assert state["model"][name].flatten().tolist() == values
+            assert state["optimizer"][name]["exp_avg"].flatten().tolist() == expected["exp_avg"][name]
+            assert float(state["optimizer"][name]["step"]) == expected["step"][name] == 2

@@ -47,7 +47,7 @@ def test_every_stage_trains_as_torch_ddp_does_on_nccl(gpus, record):
     N = len(results)
     found = {case: result[case] for result in results for case in result if result[case]}
     as_expected = "equal to the bit" if N == 2 else f"no further apart than two sums over {N} ranks may be"
-    record(name_for("parity", N), {case: found.get(case, as_expected) for case in results[0]})
+    record(name_for("parity", N), {case: found.get(case, as_expected) for case in results[0]}, cards=N)
     assert not found
 
 
@@ -57,7 +57,11 @@ def test_which_orders_of_summation_nccl_chooses(gpus, record):
     results = gpus.run(orders_of_summation)
     (_, other_buckets, stage), gaps, _ = results[0]
     found = {"other buckets": other_buckets, "stage 2": stage}
-    record(name_for("summation", len(results)), {"unlike torch DDP": found, "gaps to the exact mean": gaps})
+    record(
+        name_for("summation", len(results)),
+        {"unlike torch DDP": found, "gaps to the exact mean": gaps},
+        cards=len(results),
+    )
     for (none, *others), _, beyond in results:
         assert none == 0 and not beyond
         assert len(results) > 2 or others == [0, 0]
@@ -136,7 +140,7 @@ def test_the_allocator_agrees_with_the_walk_and_the_paper_and_the_host_never_wai
         assert run["requested_bytes"] == pytest.approx(sum(run["held_bytes"].values()), rel=0.01)
         assert run["requested_bytes"] <= run["allocated_bytes"] < 1.05 * run["requested_bytes"]
     peaks = [runs[stage]["peak_bytes"] for stage in range(4)]
-    record(name_for("memory", N), {"model": "124M", "precision": "bf16", "tokens": 128, "stages": runs})
+    record(name_for("memory", N), {"model": "124M", "precision": "bf16", "tokens": 128, "stages": runs}, cards=N)
     assert peaks[3] < peaks[2] < peaks[1] < peaks[0]
 
 

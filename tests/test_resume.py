@@ -100,7 +100,19 @@ def test_other_ranks_and_another_stage_go_on_with_the_same_data(ranks, text, tmp
     assert losses[1] == pytest.approx(losses[0][1:], rel=1e-5)  # at steps 4, 6 and 7
 
 
-def test_sigterm_to_one_rank_saves_on_all_at_one_step(ranks, text, whole, tmp_path, row):
+def test_a_number_of_ranks_that_does_not_divide_the_batch_goes_on_with_another_batch(ranks, text, tmp_path):
+    argv = ["--data", text, "--save-every", 3, "--out", tmp_path, "--sequence-length", 8]
+    ranks(2).run(train, *argv, "--steps", 3)
+    place = Place(0, 3, 0, 3)
+    with pytest.raises(ValueError, match="nearest: 3, 6"):
+        train_gpt.prepare(parse([*TINY, *map(str, argv)]), place)
+    ended = ranks(3).run(train, *argv, "--resume", "auto", "--global-batch", 6)
+    assert not any(isinstance(reason, str) for reason in ended)
+    assert [line["step"] for line in learnt(tmp_path) if "loss" in line] == [2, 3, 4, 6, 7]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_to_one_rank_saves_on_all_at_one_step(ranks, text, whole, tmp_path, row, number):
     def train_until_told():
         steps, accumulate = 0, train_gpt.accumulate
 
@@ -108,37 +120,44 @@ def test_sigterm_to_one_rank_saves_on_all_at_one_step(ranks, text, whole, tmp_pa
             nonlocal steps
             steps += 1
             if steps == 3 and dist.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), signal.SIGTERM)  # torchrun passes on what the terminal sent to all
             return accumulate(*args)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train_gpt, "accumulate", told)
-            handler = signal.getsignal(signal.SIGTERM)
+            handler = signal.getsignal(number)
             ended = train(*argv, "--save-in-background")
-            assert signal.getsignal(signal.SIGTERM) == handler
+            assert signal.getsignal(number) == handler
         return ended
 
     argv = ["--data", text, "--out", tmp_path / "run", "--save-every", 100, "--resume", "auto"]
-    message = "Stopped: ended by SIGTERM after step 3, which is saved: --resume auto goes on from there"
+    message = f"Stopped: ended by {number.name} after step 3, which is saved: --resume auto goes on from there"
     assert ranks(2).run(train_until_told) == [message] * 2
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-3"]
     ranks(2).run(train, *argv)
     assert learnt(tmp_path / "run") == learnt(whole) and same_weights(tmp_path / "run", whole)
     result = "all ranks save at the end of one step and leave with status 143"
-    row("saving", "one rank is told to leave (SIGTERM)", result=result, says=message.removeprefix("Stopped: "))
+    if number == signal.SIGTERM:
+        row("saving", "one rank is told to leave (SIGTERM)", result=result, says=message.removeprefix("Stopped: "))
 
 
-def test_the_status_of_a_run_that_was_told_to_leave_is_the_shells(alone, capsys, monkeypatch, text, tmp_path):
-    def told(*args):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return accumulate(*args)
-
+@pytest.mark.parametrize("saves", [True, False], ids=["saves", "keeps-nothing"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_ends_a_run_in_one_line_with_the_shells_status(
+    alone, capsys, monkeypatch, text, tmp_path, number, saves
+):
+    if number == signal.SIGTERM and not saves:
+        return  # which ends the process at once
     accumulate = train_gpt.accumulate
-    monkeypatch.setattr(train_gpt, "accumulate", told)
+    monkeypatch.setattr(train_gpt, "accumulate", lambda *args: (os.kill(os.getpid(), number), accumulate(*args))[1])
+    keeping = ["--out", str(tmp_path), "--save-every", "100"] if saves else []
     with pytest.raises(SystemExit) as stop:
-        train_gpt.main([*TINY, "--data", str(text), "--out", str(tmp_path), "--save-every", "100"])
-    assert stop.value.code == 143
-    assert "train_gpt.py: error: ended by SIGTERM after step 1, which is saved" in capsys.readouterr().err
+        train_gpt.main([*TINY, "--data", str(text), *keeping])
+    assert stop.value.code == 128 + number
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"train_gpt.py: error: ended by {number.name} after step 1")
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-1"] * saves
 
 
 def test_torchrun_starts_ranks_again_and_they_go_on_by_themselves(text, whole, tmp_path, row):
@@ -184,7 +203,6 @@ def test_another_run_is_refused(ranks, text, whole, tmp_path, row):
     shutil.copytree(whole / "step-3", tmp_path / "run" / "step-3")
     argv = ["--data", text, "--out", tmp_path / "run", "--resume", "auto"]
     changes = {  # the last one begins anew
-        "--global-batch is 4 in DIR/step-3 and 6 here": ["--global-batch", 6],
         "--lr is 0.02 in DIR/step-3 and 0.1 here": ["--lr", 0.1],
         "--heads is 2 in DIR/step-3 and 4 here": ["--heads", 4],
         "--data is text of 345 tokens": ["--data", other],
@@ -210,7 +228,7 @@ def test_a_second_job_leaves_the_first_ones_metrics_alone(ranks, text, tmp_path)
     (tmp_path / "metrics.jsonl").write_text("of the first")
     with filelock.FileLock(tmp_path / "lock"):
         for reason in ranks(2).run(train, "--data", text, "--out", tmp_path):
-            assert reason.startswith(f"CheckpointError: rank 0: another job is writing to {tmp_path}")
+            assert f"another job is writing to {tmp_path}" in reason and "--out" in reason
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "metrics.jsonl"]
     assert (tmp_path / "metrics.jsonl").read_text() == "of the first"
 

@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import random
+import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -13,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_mini import launch, report, train_gpt
+from zero_mini import fits, launch, report, train_gpt
+from zero_mini.gpt import PRESETS
 from zero_mini.launch import Place, Refusal, find_device
 from zero_mini.loss_scale import LossScaler
 from zero_mini.options import Options, parse
@@ -112,7 +115,7 @@ def test_bare_torchrun_trains_in_one_process_and_says_how_to_get_more():
     assert status == 0, err
     assert "nothing is sharded" in out
     assert "torchrun --standalone --nproc-per-node 2 zero_mini/train_gpt.py --stage 2" in out
-    assert "validation loss: " in out and "100%" in err
+    assert "validation loss: " in out and "step 3/3: loss " in out
 
 
 def train_at_each_stage(folder: Path, *argv: str) -> None:
@@ -199,9 +202,10 @@ def test_activations_that_are_computed_again_change_no_loss(ranks, tmp_path):
 def test_what_waited_in_host_memory_is_said_at_the_end(alone, capsys):
     main([*TINY, "--L", "3", "--steps", "1", "--checkpoint-activations", "2", "--keep-activations", "host"])
     two_inputs = 2 * 8 * 16 * 32 * 4  # of (B, T, d) in fp32
+    out = " ".join(capsys.readouterr().out.split())
     assert (
         f"2 blocks keep their inputs alone and compute the rest again in backward; at most {two_inputs / 1e3:.1f} kB"
-        in (capsys.readouterr().out)
+        in out
     )
 
 
@@ -244,7 +248,9 @@ def test_flags_and_options_are_the_same_thing():
         ("--clip -1", "--clip must be a number > 0 (got -1.0)"),
         ("--weight-decay -0.1", "--weight-decay must be a number >= 0 (got -0.1)"),
         ("--steps 0", "--steps must be a whole number >= 1 (got 0)"),
-        ("--steps 2.5", "argument --steps: invalid int value: '2.5'"),
+        ("--steps 2.5", "--steps must be a whole number >= 1 (got 2.5)"),
+        ("--stage two", "--stage must be 0, 1, 2 or 3 (got two)"),
+        *((f"{flag}=", f"{flag} is empty") for flag in ("--out", "--data", "--init-from", "--offload", "--resume")),
         ("--micro-batch -1", "--micro-batch must be a whole number >= 1 (got -1)"),
         ("--global-batch 0", "--global-batch must be a whole number >= 1 (got 0)"),
         ("--time-out nan", "--time-out must be a number > 0 (got nan)"),
@@ -359,6 +365,38 @@ def test_under_torchrun_a_bad_argument_is_said_once():
     assert status == 1
     assert said(err) == ["train_gpt.py: error: --stage must be 0, 1, 2 or 3 (got 4)"]
     assert "exitcode  : 2" in err
+    last = [line for line in err.splitlines() if line.strip(" =")][-1]  # of torchrun's report, under which is a rule
+    assert last.endswith("train_gpt.py: error: --stage must be 0, 1, 2 or 3 (got 4)")
+
+
+def test_a_model_that_cannot_fit_is_refused_with_what_would(monkeypatch):
+    def refused(**options) -> str:
+        with pytest.raises(ValueError) as error:
+            prepare(Options(**options), IN_TWO)
+        return str(error.value)
+
+    monkeypatch.setattr(fits, "host_bytes", lambda: 40e9)  # 19.7 GB for each of two ranks
+    assert refused(model="1.5B", stage=0).startswith("--model 1.5B at --stage 0 takes 24.9 GB")
+    assert "has 19.7 GB; --stage 1 or --stage 2 or --stage 3 or --model 774M would fit" in refused(
+        model="1.5B", stage=0
+    )
+    fits.check_memory(Options(stage=1), PRESETS["1.5B"], torch.device("cpu"), torch.float32, IN_TWO)
+    monkeypatch.setattr(fits, "host_bytes", lambda: 1e9)
+    assert "124M" not in refused(model="1.5B", stage=3) and "nano would fit" in refused(model="1.5B", stage=3)
+
+
+@pytest.mark.parametrize("broken", ["encoding", "pipe", "disk"])
+def test_whatever_breaks_the_printing_the_weights_are_there(tmp_path, broken):
+    command = [sys.executable, SCRIPT, *TINY, "--steps", "3", "--sample-length", "200", "--out", str(tmp_path)]
+    if broken == "encoding":
+        status, out, err = finish(start(command, PYTHONIOENCODING="ascii"))
+        assert out.isascii() and "\r" not in out and not re.search(r"[\x00-\x09\x0b-\x1f]", out)
+        assert [line for line in out.splitlines() if line.startswith("step 3/3: loss ")]
+    else:
+        line = f"{shlex.join(command)} {'| head -1' if broken == 'pipe' else '> /dev/full'}"
+        status, _, err = finish(start(["bash", "-c", line]))
+    assert status == 0 and "Traceback" not in err and "Exception" not in err
+    assert (tmp_path / "weights.pt").is_file()
 
 
 def test_a_problem_of_one_rank_is_said_by_rank_0():

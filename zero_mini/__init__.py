@@ -20,6 +20,7 @@ In reading order:
     resharding.py                             for any stage and number of ranks
     gpt.py  text.py  gpt2_file.py             the model and the data of every lesson; weights as others have them
     train_gpt.py  options.py  launch.py  resume.py  report.py      a training run, start to end
+    screen.py  fits.py                        what it prints, on any terminal; whether the model fits
     benchmark.py  comparison  timeline.py     how fast it is, beside its peers
     ranks.py  rank_process.py  pickling.py    a function run on N ranks: what starts them, what runs in them
     course.py  plots  measured                what lessons share; pictures; records

@@ -18,9 +18,11 @@ Left out: elastic jobs, whose number of ranks changes.
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -176,11 +178,20 @@ def judge(words: list[tuple[dict, str | None]]) -> str | None:
     return None
 
 
-def leave(refusal: Refusal, place: Place, store: dist.Store | None) -> NoReturn:
-    """Exit with the refusal's status, and say why in one line if it is this rank's to say."""
+def leave(refusal: Refusal, place: Place, store: dist.Store | None, environ: Mapping[str, str]) -> NoReturn:
+    """Exit with the refusal's status, and say why in one line if it is this rank's to say.
+
+    torchrun prints a report of its own after a rank has failed, and takes the reason from a file that it names: so that
+    line is the end of the report too.
+    """
     own = isinstance(refusal, OwnRefusal)
+    line = f"train_gpt.py: error: {refusal}"
     if own or place.rank == 0:
-        print(f"train_gpt.py: error: {refusal}", file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
+    if environ.get("TORCHELASTIC_ERROR_FILE"):
+        reason = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": reason}))
     if not own:
         # torchrun ends the others as soon as one rank has left: that must not be before rank 0 has spoken. And
         # rank 0, which may keep the store, must not leave before they have heard it.

@@ -62,7 +62,9 @@ class Options:
     backend: str = option("auto", "auto takes nccl on GPUs", choices=("auto", "gloo", "nccl"))
     out: str | None = option(None, "folder for config.json, metrics.jsonl, checkpoints and weights.pt")
     init_from: str | None = option(None, "weights.pt or model.safetensors to start from")
-    save_every: int | None = option(None, "steps between checkpoints; the last step and SIGTERM make one too", least=1)
+    save_every: int | None = option(
+        None, "steps between checkpoints; the last step, Ctrl-C, SIGHUP and SIGTERM make one too", least=1
+    )
     keep: int = option(2, "checkpoints that stay, the last ones", least=1)
     save_in_background: bool = option(False, "train on while a checkpoint is written; takes host memory for a copy")
     resume: str | None = option(
@@ -75,16 +77,17 @@ class Options:
     def __post_init__(self):
         for f in dataclasses.fields(self):
             value, bound = getattr(self, f.name), f.metadata
-            number = "a whole number" if kind(f) is int else "a number"
             if value is None:
                 continue
-            if bound["choices"] and value not in bound["choices"]:
-                *most, last = bound["choices"]
-                raise ValueError(f"{flag(f)} must be {', '.join(map(str, most))} or {last} (got {value})")
-            if bound["above"] is not None and not bound["above"] < value < math.inf:
-                raise ValueError(f"{flag(f)} must be {number} > {bound['above']} (got {value})")
-            if bound["least"] is not None and not bound["least"] <= value < math.inf:
-                raise ValueError(f"{flag(f)} must be {number} >= {bound['least']} (got {value})")
+            if value == "" and not bound["choices"]:
+                raise ValueError(f"{flag(f)} is empty; give a path, or leave the flag out")
+            is_out_of_bounds = (
+                (bound["choices"] and value not in bound["choices"])
+                or (bound["above"] is not None and not bound["above"] < value < math.inf)
+                or (bound["least"] is not None and not bound["least"] <= value < math.inf)
+            )
+            if is_out_of_bounds:
+                raise ValueError(f"{flag(f)} must be {wanted(f)} (got {value})")
         if self.offload and self.stage == 0:
             raise ValueError("--offload needs sharded states (--stage is 0); add --stage 1, 2 or 3")
         for f in ("save_every", "tensorboard", "export_gpt2"):
@@ -101,6 +104,16 @@ class Options:
 def kind(f: dataclasses.Field) -> type:
     """int for a field of type `int | None` too."""
     return (typing.get_args(f.type) or (f.type,))[0]
+
+
+def wanted(f: dataclasses.Field) -> str:
+    """The values that a flag takes, in words."""
+    bound = f.metadata
+    if bound["choices"]:
+        *most, last = bound["choices"]
+        return f"{', '.join(map(str, most))} or {last}"
+    number = "a whole number" if kind(f) is int else "a number"
+    return f"{number} > {bound['above']}" if bound["above"] is not None else f"{number} >= {bound['least']}"
 
 
 def flag(f: dataclasses.Field) -> str:
@@ -122,5 +135,12 @@ def parse(argv: list[str]) -> Options:
         choices, default = f.metadata["choices"], "" if f.default is None else f" (default: {f.default})"
         shown = "|".join(map(str, choices)) if choices else {int: "N", float: "X", str: "PATH"}[kind(f)]
         names, meaning = (flag(f), *f.metadata["also"]), f.metadata["help"] + default
-        parser.add_argument(*names, type=kind(f), default=f.default, metavar=shown, help=meaning)
-    return Options(**vars(parser.parse_args(argv)))
+        parser.add_argument(*names, default=f.default, metavar=shown, help=meaning)
+    values = vars(parser.parse_args(argv))
+    for f in dataclasses.fields(Options):
+        if isinstance(values[f.name], str) and kind(f) in (int, float):
+            try:
+                values[f.name] = kind(f)(values[f.name])
+            except ValueError as error:
+                raise ValueError(f"{flag(f)} must be {wanted(f)} (got {values[f.name]})") from error
+    return Options(**values)

@@ -75,13 +75,7 @@ def cost_table(
     rows.append(["bytes sent in a step", readable(sent), readable(sent_bytes(calls, world_size))])
     measured = ["measured"] if len(places) == 1 else places
     align = ("left", "right", *["right"] * len(places))
-    table = tabulate(rows, headers=["rank 0", "the paper", *measured], colalign=align)
-    if stage < 3:
-        return table
-    return table + (
-        "\ncommunication: the buffers that blocks are gathered into, two of them however many blocks there are, and"
-        "\nthe root's; a block that still stands in one when it is needed again is not sent again"
-    )
+    return tabulate(rows, headers=["rank 0 holds", "the paper", *measured], colalign=align)
 
 
 def host_peak_bytes() -> int:

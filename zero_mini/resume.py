@@ -1,11 +1,11 @@
-"""What lets a run be left alone: the trainer saves itself, leaves when it is told to, and goes on where it was.
+"""What lets a run be left alone: the trainer saves itself, leaves at a signal, and goes on where it was.
 
-    SIGTERM to rank 1 in step 12:
+    SIGTERM, Ctrl-C or SIGHUP to rank 1 in step 12:
     rank 0    step 11 | any? no | step 12 | any? yes | save step-12 | leave with status 143
     rank 1    step 11 | any? no | step 12 | any? yes | save step-12 | leave
 
 Only rank 1 heard the signal, but a save is collective: so at the end of each step the hosts (not the devices) tell
-each other whether any has. torchrun passes SIGTERM on to its ranks, and ends them for good 30 seconds later.
+each other whether any has. torchrun passes signals on to its ranks, and ends them for good 30 seconds later.
 
 To go on: `--resume auto`, also the first time, when there is nothing to go on from. Then `torchrun --max-restarts`
 needs nobody either. The order of data follows from the seed and the step, so a step is all that is kept of it. On as
@@ -15,8 +15,11 @@ Left out: waiting for room when the disk is full. The run ends; what it saved be
 """
 
 import dataclasses
+import os
 import signal
 import sys
+import threading
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -31,61 +34,82 @@ from zero_mini.gpt import GPTConfig
 from zero_mini.launch import Refusal
 from zero_mini.options import Options
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # torchrun's end, Ctrl-C, a terminal that is closed
+AGAIN_S = 1.0  # torchrun passes on what the terminal has sent to all processes already: one signal, heard twice
+
 
 class Stopped(Refusal):
-    """SIGTERM: every rank has saved, and leaves."""
+    """A signal: every rank has saved, and leaves."""
 
-    status = 128 + signal.SIGTERM  # as a shell counts
+    def __init__(self, message: str, number: int):
+        super().__init__(message)
+        self.status = 128 + number  # as a shell counts
 
 
 class Saving:
-    """When the trainer saves, and what beside the states. Within it, SIGTERM is remembered up to the end of a step.
+    """When the trainer saves, and what beside the states. Within it, a signal is remembered up to the end of a step.
 
-    A second SIGTERM ends the process at once.
+    A second signal, more than a second later, ends the process at once. Without `checkpoints` nothing is saved, and
+    Ctrl-C and SIGHUP end the run at the end of a step.
     """
 
-    def __init__(self, checkpoints: Checkpoints, scheduler: LRScheduler, fixed: dict, options: Options):
+    def __init__(self, checkpoints: Checkpoints | None, scheduler: LRScheduler, fixed: dict, options: Options):
         self.checkpoints, self.scheduler, self.fixed, self.options = checkpoints, scheduler, fixed, options
-        self.heard = False
+        self.heard, self.heard_at = 0, 0.0
 
     def __enter__(self) -> "Saving":
-        self.before = signal.signal(signal.SIGTERM, self._hear)
+        signals = SIGNALS if self.checkpoints else SIGNALS[1:]
+        self.before = {number: signal.signal(number, self._hear) for number in signals} if is_main_thread() else {}
         return self
 
     def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGTERM, self.before)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
-    def after_step(self, step: int, check: Callable[[], object]) -> None:
-        """Save if it is time; `check` raises if this is no state to go on from. Stopped, if any rank heard SIGTERM."""
-        leaving = self.heard_by_any()
-        if leaving or step % self.options.save_every == 0 or step == self.options.steps:
+    def after_step(self, zero: DDP, step: int, check: Callable[[], object]) -> None:
+        """Save if it is time; `check` raises if this is no state to go on from. Stopped, if any rank heard a signal."""
+        number = self.heard_by_any(zero)
+        if self.checkpoints and (number or step % self.options.save_every == 0 or step == self.options.steps):
             check()
             self.checkpoints.save(step, {**self.fixed, "scheduler": self.scheduler.state_dict()})
-        if leaving:
+        if number:
+            name = signal.Signals(number).name
+            if not self.checkpoints:
+                raise Stopped(f"ended by {name} after step {step}; to keep a run: --out DIR --save-every N", number)
             self.checkpoints.close()
-            raise Stopped(f"ended by SIGTERM after step {step}, which is saved: --resume auto goes on from there")
+            raise Stopped(
+                f"ended by {name} after step {step}, which is saved: --resume auto goes on from there", number
+            )
 
-    def heard_by_any(self) -> bool:
-        """Has any rank been told to leave? The same answer on all. Collective, between hosts."""
-        heard = torch.tensor([int(self.heard)])
-        dist.all_reduce(heard, dist.ReduceOp.MAX, group=self.checkpoints.zero.comm.host_group)
-        return bool(heard)
+    def heard_by_any(self, zero: DDP) -> int:
+        """The number of a signal that any rank has heard, the same on all; 0 for none. Collective, between hosts."""
+        heard = torch.tensor([self.heard])
+        dist.all_reduce(heard, dist.ReduceOp.MAX, group=zero.comm.host_group)
+        return int(heard)
 
     def _hear(self, number: int, frame: object) -> None:
-        self.heard = True
-        signal.signal(number, signal.SIG_DFL)
+        if self.heard and time.monotonic() > self.heard_at + AGAIN_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not self.heard:
+            self.heard, self.heard_at = number, time.monotonic()
+
+
+def is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def what_must_not_change(options: Options, config: GPTConfig, training_text: torch.Tensor) -> dict:
     """What a run that goes on has to share with the one that stopped, or it would not be the same run.
 
-    Stage, number of ranks, precision, micro-batch and --steps are free.
+    Stage, number of ranks, precision, micro-batch and --steps are free; so is the global batch, for a number of ranks
+    that does not divide it.
     """
-    names = ("lr", "warmup", "weight_decay", "dropout", "seed", "global_batch")
+    names = ("lr", "warmup", "weight_decay", "dropout", "seed")
     shape = dataclasses.asdict(config)
     shape["sequence_length"] = shape.pop("T")
     data = f"text of {len(training_text)} tokens, crc32 {zlib.crc32(training_text.numpy()):08x},"
-    return {name: getattr(options, name) for name in names} | shape | {"data": data}
+    return {name: getattr(options, name) for name in (*names, "global_batch")} | shape | {"data": data}
 
 
 def go_on(options: Options, zero: DDP, must_not_change: dict) -> Loaded:
@@ -101,7 +125,10 @@ def go_on(options: Options, zero: DDP, must_not_change: dict) -> Loaded:
             raise Refusal(f"--resume {options.resume} is no checkpoint, and no folder of them; give DIR or DIR/step-N")
         return found
     for name, there in found.extra["must_not_change"].items():
-        if (here := must_not_change[name]) != there:
+        if name == "global_batch":
+            if there != options.global_batch and zero.rank == 0:
+                print(f"--global-batch is {options.global_batch} from here on, {there} before: other data follow")
+        elif (here := must_not_change[name]) != there:
             raise Refusal(
                 f"--{name.replace('_', '-')} is {there} in {found.path} and {here} here, which would be another run: "
                 "give the same, or begin one with --init-from weights.pt"

@@ -133,7 +133,10 @@ def count_sequences(tokens: Tensor, T: int, name: str = "the text") -> int:
     if T < 1:
         raise ValueError(f"T must be a whole number > 0 (got {T})")
     if len(tokens) <= T:
-        raise ValueError(f"{name} has {len(tokens)} tokens, one sequence needs {T + 1}; give more text or lower T")
+        raise ValueError(
+            f"{name} has {len(tokens)} tokens, one sequence needs {T + 1}; give more text, or a smaller T "
+            "(--sequence-length)"
+        )
     return (len(tokens) - 1) // T
 
 
@@ -202,7 +205,9 @@ def validation_batches(
 def _at_least(have: int, need: int, T: int, what: str, remedy: str) -> None:
     if have < need:
         sequences = f"{have} sequence{'s' * (have != 1)}"
-        raise ValueError(f"{sequences} of {T} tokens for {what}; give more text, lower {remedy} or lower T")
+        raise ValueError(
+            f"{sequences} of {T} tokens for {what}; give more text, lower {remedy}, or a smaller T (--sequence-length)"
+        )
 
 
 def _for_rank(tokens: Tensor, T: int, chosen: Tensor, rank: int, world_size: int, micro_batches: int) -> list[Batch]:

@@ -50,6 +50,7 @@ from zero_mini.activations import checkpoint_blocks, waiting_places
 from zero_mini.checkpoint import CheckpointError, Checkpoints
 from zero_mini.comm import Call
 from zero_mini.ddp import DDP
+from zero_mini.fits import check_memory
 from zero_mini.gpt import GPT, PRESETS, GPTConfig, generate, init_weight, param_groups, parameter_count
 from zero_mini.launch import (
     OwnRefusal,
@@ -65,8 +66,13 @@ from zero_mini.launch import (
 from zero_mini.options import Options, parse
 from zero_mini.report import Folder, check_folder, cost_table, host_peak_bytes, load_weights, readable, sent_bytes
 from zero_mini.resume import Saving, go_on, what_must_not_change
+from zero_mini.screen import fill, printable, safe_streams
 from zero_mini.whereabouts import LostRank
 
+ABOUT_SLOTS = (
+    "communication: the buffers that blocks are gathered into, two of them however many blocks there are, and the "
+    "root's; a block that is still in one when it is needed again is not sent again"
+)
 VALIDATION_SEQUENCES = 64
 PROMPT_TOKENS = 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -98,6 +104,7 @@ def prepare(options: Options, place: Place) -> Job:
     changes = {name: value for name, value in changes.items() if value is not None}
     config = dataclasses.replace(PRESETS[options.model], **changes)
 
+    check_memory(options, config, device, DTYPES[precision], place)
     training_text, held_out = text.split(text.load(options.data, config.T, config.vocab))
     ranks, G = place.world_size, options.global_batch
     micro_batch = options.micro_batch or (G // ranks if G % ranks == 0 else 1)
@@ -165,12 +172,15 @@ def train(options: Options, job: Job, place: Place) -> None:
     zero, scheduler = build(options, job, place)
     speaks = place.rank == 0
     if speaks:
-        print(describe(options, job, place), flush=True)
+        print(fill(describe(options, job, place)), flush=True)
     torch.manual_seed(options.seed + place.rank)  # dropout
     _, begun, extra, _ = go_on(options, zero, job.must_not_change)
     checkpoints = None
     if options.out:  # locked before anything is written to it
-        checkpoints = Checkpoints(Path(options.out), zero, options.keep, begun, options.save_in_background)
+        try:
+            checkpoints = Checkpoints(Path(options.out), zero, options.keep, begun, options.save_in_background)
+        except CheckpointError as error:
+            raise Refusal(f"--out: {first_line(error)} (go on: --resume auto)") from error
     shape = dataclasses.asdict(job.config)
     config = {**dataclasses.asdict(options), "model_shape": shape, "world_size": place.world_size}
     folder = Folder(Path(options.out) if options.out and speaks else None, config, begun, options.tensorboard)
@@ -181,21 +191,21 @@ def train(options: Options, job: Job, place: Place) -> None:
         at_start = validate(zero, job)
         folder.note(step=0, validation_loss=at_start)
     fixed = {"must_not_change": job.must_not_change, "at_start": at_start}
-    saving = Saving(checkpoints, scheduler, fixed, options) if options.save_every else None
+    saving = Saving(checkpoints if options.save_every else None, scheduler, fixed, options)
     held, calls = fit(zero, scheduler, options, job, folder, begun, saving)
     at_end = validate(zero, job)
     folder.note(step=options.steps, validation_loss=at_end)
     generator = torch.Generator().manual_seed(options.seed)  # ranks that draw alike write the same text
     sample = generate(zero.model, job.prompt, options.sample_length, temperature=0.8, generator=generator)[0].cpu()
+    if checkpoints:  # before anything is printed, which may fail
+        folder.save(zero.model, options.export_gpt2)
+        checkpoints.close()
     if speaks:
         tell(options, job, zero, held, calls)
         print(f"\nvalidation loss: {at_start:.3f} at the start, {at_end:.3f} at the end")
         if options.sample_length:
-            opening, written = (text.decode(part) for part in sample.tensor_split([PROMPT_TOKENS]))
-            print(f"\nthe held-out text begins:\n{opening}\n\nthe model goes on:\n{written}")
-    if checkpoints:
-        folder.save(zero.model, options.export_gpt2)
-        checkpoints.close()
+            opening, written = (printable(text.decode(part)) for part in sample.tensor_split([PROMPT_TOKENS]))
+            print(f"\nthe held-out text begins:\n{fill(opening)}\n\nthe model goes on:\n{fill(written)}")
 
 
 def build(options: Options, job: Job, place: Place) -> tuple[DDP, torch.optim.lr_scheduler.LRScheduler]:
@@ -235,7 +245,8 @@ def fit(
     held, batches = {}, job.batches_from(begun)
     recent = []  # (loss, norm) of each step since the last reading, on the device; None for a skipped one
     since = time.perf_counter()
-    with tqdm(total=options.steps, initial=begun, disable=zero.rank > 0, unit="step") as bar, saving or nullcontext():
+    has_bar = zero.rank == 0 and sys.stderr.isatty()
+    with tqdm(total=options.steps, initial=begun, disable=not has_bar, unit="step") as bar, saving or nullcontext():
         for step in range(begun + 1, options.steps + 1):
             reading = step % options.log_every == 0 or step == options.steps
             loss = accumulate(zero, next(batches), job.device)
@@ -260,13 +271,16 @@ def fit(
                     most_bytes = torch.cuda.max_memory_allocated(job.device)
                 learnt = {} if math.isnan(loss) else {"loss": loss, "grad_norm": norm}
                 said = f"loss {loss:.3f}" if learnt else "all steps skipped"
-                bar.set_postfix_str(f"{said}, {readable(speed, '')} tokens/s, {readable(most_bytes)}")
+                bar.set_postfix_str(said)
+                if zero.rank == 0 and not has_bar:
+                    costs = f"{readable(speed, '')} tokens/s, {readable(most_bytes)} held by rank 0"
+                    print(f"step {step}/{options.steps}: {said}, {costs}", flush=True)
                 costs = {"memory_bytes": most_bytes, "wire_bytes": sent_bytes(zero.ledger, zero.world_size)}
                 if zero.scaler is not None:
                     costs |= {"loss_scale": zero.scaler.scale, "skipped": zero.scaler.skipped}
                 folder.note(step=step, lr=lr, tokens_per_s=speed, **learnt, **costs)
             if saving:
-                saving.after_step(step, partial(read, recent, step, zero, options))
+                saving.after_step(zero, step, partial(read, recent, step, zero, options))
     return held, zero.ledger
 
 
@@ -320,14 +334,15 @@ def describe(options: Options, job: Job, place: Place) -> str:
     N, k, shape = place.world_size, job.micro_batches, job.config
     lines = [
         f"GPT of {readable(parameter_count(shape), '')} parameters (L={shape.L} d={shape.d} heads={shape.heads}), "
-        f"stage {options.stage}, {job.precision}, ranks: {N} on {job.device.type} by {job.backend}; "
-        f"a step is {N} x {k} x {options.global_batch // (N * k)} sequences of {shape.T} tokens"
+        f"stage {options.stage}, {job.precision}, ranks: {N} on {job.device.type} by {job.backend}",
+        f"a step is {options.global_batch} sequences of {shape.T} tokens: {N} ranks x {k} micro-batches x "
+        f"{options.global_batch // (N * k)}",
     ]
     if N == 1:
-        lines.append(
-            "One rank holds everything: nothing is sharded. To shard: "
-            f"torchrun --standalone --nproc-per-node 2 zero_mini/train_gpt.py --stage {options.stage}"
-        )
+        lines += [
+            "One rank holds everything: nothing is sharded. To shard:",
+            f"    torchrun --standalone --nproc-per-node 2 zero_mini/train_gpt.py --stage {options.stage}",
+        ]
     return "\n".join(lines)
 
 
@@ -335,7 +350,10 @@ def tell(options: Options, job: Job, zero: DDP, held: dict[str, dict], calls: li
     """What the run held and sent, as `fit` returned it, beside what the paper says; and what else cost memory."""
     if held:  # there was a step
         psi, itemsize = parameter_count(job.config), DTYPES[job.precision].itemsize
+        print()
         print(cost_table(psi, options.stage, zero.world_size, itemsize, job.micro_batches, held, calls))
+        if options.stage == 3:
+            print(fill(ABOUT_SLOTS))
     if options.offload:
         print(f"\nhost memory of this process at its peak, all in all: {readable(host_peak_bytes())}")
     if options.checkpoint_activations:
@@ -343,20 +361,25 @@ def tell(options: Options, job: Job, zero: DDP, held: dict[str, dict], calls: li
         line = f"activations: {blocks} blocks keep their inputs alone and compute the rest again in backward"
         for host in waiting_places(zero.model):
             line += f"; at most {readable(host.peak_bytes)} waited in host memory"
-        print("\n" + line)
+        print("\n" + fill(line))
     if zero.scaler is not None:
         scale, skipped = zero.scaler.scale, zero.scaler.skipped
         print(f"\nloss scale: {scale:g} at the end; steps skipped for an overflow: {skipped}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The whole program. Exits with status 2, or 143 for SIGTERM, and one line on stderr if it is not to be done."""
+    """The whole program. If it ends early: one line on stderr, and status 2, or 128 + the number of a signal."""
+    with safe_streams():
+        run(sys.argv[1:] if argv is None else argv)
+
+
+def run(argv: list[str]) -> None:
     place, store = Place(0, 1, 0, 1), None
     try:
         place = find_place(os.environ)
         options, arguments, job, problem = Options(), {}, None, None
         try:
-            options = parse(sys.argv[1:] if argv is None else argv)
+            options = parse(argv)
             arguments = dataclasses.asdict(options)
             job = prepare(options, place)
         except (ValueError, OSError) as error:
@@ -366,7 +389,9 @@ def main(argv: list[str] | None = None) -> None:
         roll_call(store, place, arguments, problem, time_out)
         start_and_train(options, job, place, store, time_out)
     except Refusal as refusal:
-        leave(refusal, place, store)
+        leave(refusal, place, store, os.environ)
+    except KeyboardInterrupt:  # before the first step, or after the last
+        leave(OwnRefusal("ended by Ctrl-C"), place, store, os.environ)
 
 
 def start_and_train(options: Options, job: Job, place: Place, store: dist.Store, time_out: timedelta) -> None:

@@ -1,0 +1,74 @@
+"""What the trainer prints, on any terminal or none: a stream that breaks loses its text, and never the run.
+
+    a terminal that is not UTF-8    a character that it lacks becomes "?"
+    a pipe whose reader has gone    from then on nothing is written to it (`| head`, a closed ssh)
+    a full disk behind `tee`        the same
+    a file or a pipe                lines of loss in place of a bar, no carriage returns
+
+Left out: terminals narrower than 60 columns, where tables wrap.
+"""
+
+import contextlib
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import TextIO
+
+
+class Screen:
+    """Stands in for sys.stdout or sys.stderr."""
+
+    def __init__(self, stream: TextIO):
+        self.stream, self.is_open = stream, True
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+    def write(self, text: str) -> int:
+        self._try(self.stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, operation, *arguments) -> None:
+        try:
+            if self.is_open:
+                operation(*arguments)
+        except (OSError, ValueError):  # ValueError: the stream is closed
+            self.is_open = False
+            with contextlib.suppress(OSError, ValueError):  # what Python flushes at its end goes nowhere
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def safe_streams() -> Iterator[None]:
+    """Within, print() and tqdm write to `Screen`s."""
+    with contextlib.redirect_stdout(Screen(sys.stdout)), contextlib.redirect_stderr(Screen(sys.stderr)):
+        yield
+
+
+def fill(text: str) -> str:
+    """The text in lines that fit the terminal, of 100 columns at most; a command, which is indented, stays whole.
+
+    >>> print(fill("one two"))
+    one two
+    """
+    width = max(40, min(100, shutil.get_terminal_size((80, 24)).columns))
+    lines = text.split("\n")
+    return "\n".join(
+        line if line.startswith("    ") else textwrap.fill(line, width, break_on_hyphens=False) for line in lines
+    )
+
+
+def printable(text: str) -> str:
+    """Without control characters, which could move a terminal's cursor or change its colours.
+
+    >>> printable("a\\x1b[31mb\\tc\\nd")
+    'a\\ufffd[31mb c\\nd'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else " " if c == "\t" else "\ufffd" for c in text)
