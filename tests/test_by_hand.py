@@ -135,7 +135,7 @@ class Wire(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.reduced, self.alive = [], [], []
+        self.calls, self.gradients, self.alive = [], [], []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op.namespace == "c10d":
@@ -143,39 +143,46 @@ class Wire(TorchDispatchMode):
             full, shard = buffers(*args)
             self.calls.append((kind, full.numel(), shard.numel()))
             if "reduce" in kind:
-                self.alive.append(self.count_alive())
-                self.reduced.append(StorageWeakRef(full.untyped_storage()))
+                self.gradients.append(StorageWeakRef(full.untyped_storage()))
         return op(*args, **kwargs or {})
 
-    def count_alive(self) -> int:
-        """How many of the buffers reduced so far are still in memory."""
-        return sum(not storage.expired() for storage in self.reduced)
+    def look(self, *_) -> None:
+        """Note how many of the gradients seen so far are in memory."""
+        self.alive.append(sum(not gradient.expired() for gradient in self.gradients))
+
+    def look_in_backward(self, grad: torch.Tensor) -> None:
+        """The same when a parameter's gradient exists, which is the next one seen."""
+        self.look()
+        self.gradients.append(StorageWeakRef(grad.untyped_storage()))
 
 
-def step_on_the_wire(stage: int):
-    """The second step: its collectives, each block's P, reduced buffers alive at each reduction, and what was counted."""
+def two_steps(stage: int):
+    """Two steps: collectives, each block's P, gradients alive whenever a block computes, and what the file counted."""
     blocks = [by_hand.Block(module, stage) for module in modules(seed=0)]
     optimizer = OPTIMIZERS["AdamW"]([block.shard for block in blocks])
-    by_hand.train_step(blocks, optimizer, *batch(0), stage)
     by_hand.sent.clear()
     with Wire() as wire:
-        by_hand.train_step(blocks, optimizer, *batch(1), stage)
-    return wire.calls, [block.full.numel() for block in blocks], [*wire.alive, wire.count_alive()], sum(by_hand.sent)
+        for block in blocks:
+            block.module.register_forward_hook(wire.look)
+            block.params[0].register_hook(wire.look_in_backward)
+        for step in range(2):
+            by_hand.train_step(blocks, optimizer, *batch(step), stage)
+    return wire.calls, [block.full.numel() for block in blocks], wire.alive, sum(by_hand.sent)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_sends_the_formulas_elements_in_the_order_of_the_head(ranks, stage, world_size):
-    for calls, sizes, _, counted in ranks(world_size).run(step_on_the_wire, stage):
+    for calls, sizes, _, counted in ranks(world_size).run(two_steps, stage):
         there, back = [(P, P // world_size) for P in sizes], [(P, P // world_size) for P in reversed(sizes)]
         gathers = [("all_gather", *size) for size in there]
         reductions = [("reduce_scatter", *size) for size in back]
         again = [call for size in back for call in [("all_gather", *size), ("reduce_scatter", *size)]]
         whole = [("all_reduce", P, P) for P in reversed(sizes)]
-        assert calls == [whole, reductions + gathers, reductions + gathers, gathers + again][stage]
+        assert calls == 2 * [whole, reductions + gathers, reductions + gathers, gathers + again][stage]
         share = (world_size - 1) / world_size
         numel = sum(P * share * (2 if kind == "all_reduce" else 1) for kind, P, _ in calls)
-        assert counted == pytest.approx(numel) == pytest.approx(wire_numel(sum(sizes), world_size, stage))
+        assert counted == pytest.approx(numel) == pytest.approx(2 * wire_numel(sum(sizes), world_size, stage))
 
 
 # --- what it holds ----------------------------------------------------------------------------
@@ -209,8 +216,9 @@ def test_a_step_leaves_the_formulas_bytes_and_nothing_else(ranks, world_size):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_full_gradient_lives_until_the_step_at_stages_0_and_1_and_until_it_is_reduced_at_2_and_3(ranks, stage):
-    for _, _, alive, _ in ranks(2).run(step_on_the_wire, stage):
-        assert alive == ([0, 1, 2, 3, 4] if stage < 2 else [0, 0, 0, 0, 0])
+    for _, _, alive, _ in ranks(2).run(two_steps, stage):
+        forward, backward = [0, 0, 0, 0], [0, 1, 2, 3] if stage < 2 else [0, 0, 0, 0]
+        assert alive == 2 * (forward + backward)
 
 
 def blocks_with_parameters() -> list[list[int]]:
@@ -264,5 +272,7 @@ def test_the_script_trains_alike_at_all_stages_and_measures_what_the_formulas_sa
     assert [line.partition(":")[0] for line in lines] == [f"stage {stage}" for stage in STAGES]
     assert len({re.search(r"losses \[.*?\]", line)[0] for line in lines}) == 1
     for line in lines:
-        pairs = re.findall(r"(\d+) \(formula (\d+)\)", line)
-        assert len(pairs) == 2 and all(measured == formula for measured, formula in pairs), line
+        held, sent, *formula = re.search(
+            r"(\d+) bytes held and (\d+) elements sent, formula=\((\d+), (\d+)\)", line
+        ).groups()
+        assert [held, sent] == formula
