@@ -2,6 +2,7 @@
 
 In reading order:
 
+    by_hand.py                                all of ZeRO on one page, without hooks or overlap
     comm.py  flat.py                          four collectives; parameters as one flat buffer
     ddp.py  zero1.py  zero2.py  zero3.py      plain data parallelism, then one idea a file
     zeroify.py  units.py                      the one-line entry; which parameters travel together
