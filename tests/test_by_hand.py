@@ -54,14 +54,11 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole_values(block: by_hand.Block) -> list[torch.Tensor]:
-    """The parameters as the ranks' shards have them."""
-    full = torch.empty(block.full.numel())
-    if block.shard.numel() == full.numel():
-        full.copy_(block.shard.data)
-    else:
-        dist.all_gather(list(full.chunk(dist.get_world_size())), block.shard.data)
-    if block.full.untyped_storage().nbytes():  # what the next forward computes with
-        assert torch.equal(full, block.full)
+    """The parameters that the next forward will compute with: the buffer, or the ranks' shards if it is freed."""
+    full = block.full
+    if not full.untyped_storage().nbytes():
+        full = torch.empty(full.numel())
+        dist.all_gather(list(full.chunk(dist.get_world_size())), block.shard)
     sizes = [param.numel() for param in block.params]
     return [view.view(p.shape).clone() for view, p in zip(full[: sum(sizes)].split(sizes), block.params)]
 
@@ -160,14 +157,14 @@ def two_steps(stage: int):
     """Two steps: collectives, each block's P, gradients alive whenever a block computes, and what the file counted."""
     blocks = [by_hand.Block(module, stage) for module in modules(seed=0)]
     optimizer = OPTIMIZERS["AdamW"]([block.shard for block in blocks])
-    by_hand.sent.clear()
+    by_hand.volumes.clear()
     with Wire() as wire:
         for block in blocks:
             block.module.register_forward_hook(wire.look)
             block.params[0].register_hook(wire.look_in_backward)
         for step in range(2):
             by_hand.train_step(blocks, optimizer, *batch(step), stage)
-    return wire.calls, [block.full.numel() for block in blocks], wire.alive, sum(by_hand.sent)
+    return wire.calls, [block.full.numel() for block in blocks], wire.alive, sum(by_hand.volumes)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -189,9 +186,10 @@ def test_a_step_sends_the_formulas_elements_in_the_order_of_the_head(ranks, stag
 
 
 def storages() -> dict[int, int]:
-    """The bytes of every storage that a tensor of this process has, but for scalars."""
+    """The bytes of every storage that a tensor of this process has, but for those of one element."""
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.dim()}
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return {at: nbytes for at, nbytes in sizes.items() if nbytes > 4}
 
 
 def bytes_left_by_a_step(stage: int) -> tuple[int, int]:
@@ -243,6 +241,68 @@ def test_stage_3_has_the_parameters_of_one_block_at_a_time(ranks):
         assert seen == [[0], [1], [2], [3], [3], [2], [1], [0], []]
 
 
+def freed_values() -> list[bool]:
+    """Does every parameter read as NaN after a step of stage 3?"""
+    blocks = [by_hand.Block(module, stage=3) for module in modules(seed=0)]
+    by_hand.train_step(blocks, OPTIMIZERS["SGD"]([block.shard for block in blocks]), *batch(0), 3)
+    return [bool(param.isnan().all()) and param.shape == param.data.shape for block in blocks for param in block.params]
+
+
+def test_a_parameter_that_was_freed_reads_as_nan_in_place_of_ending_the_process(ranks):
+    for seen in ranks(2).run(freed_values):
+        assert seen and all(seen)
+
+
+# --- tests of these tests ---------------------------------------------------------------------
+
+
+def under(old: str, new: str, function, *args):
+    """function(*args) in a rank where by_hand.py says `new` in one place in place of `old`."""
+    source = Path(by_hand.__file__).read_text()
+    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in by_hand.py"
+    namespace, original = {"__name__": "mutant"}, dict(vars(by_hand))
+    exec(compile(source.replace(old, new), by_hand.__file__, "exec"), namespace)
+    vars(by_hand).update({name: namespace[name] for name in ("Block", "train_step", "volumes")})
+    try:
+        return function(*args)
+    finally:
+        vars(by_hand).update(original)
+
+
+MUTANTS = {  # what is wrong: (line, in place of it, stages that train otherwise then)
+    "sums in place of means": ("flatten(grads) / dist.get_world_size()", "flatten(grads)", [0, 1, 2, 3]),
+    "ranks start apart": ("dist.broadcast(self.full, src=0)", "pass", [0, 1, 2, 3]),
+    "gradients of this rank alone, stage 0": ("all_reduce(grad)  #", "pass  #", [0]),
+    "gradients of this rank alone": (
+        "reduce_scatter(block.shard.grad, grad)",
+        "block.shard.grad[:] = shard_of(grad)",
+        [1, 2, 3],
+    ),
+    "every rank updates the first shard": ("[dist.get_rank()]", "[0]", [1, 2, 3]),
+    "old parameters of other ranks, stage 2": ("if stage in (1, 2):  # (5)", "if stage == 1:  # (5)", [2]),
+    "no gather": ("all_gather(self.full, self.shard)", "self.full.fill_(0.1)", [3]),
+}
+
+
+@pytest.mark.parametrize("wrong", MUTANTS)
+def test_the_comparison_with_torch_ddp_sees(ranks, wrong):
+    old, new, stages = MUTANTS[wrong]
+    for by_stage in ranks(2).run(under, old, new, gaps, "SGD"):
+        assert [stage for stage, gap in enumerate(by_stage) if max(gap) != 0] == stages
+
+
+def test_the_counts_of_bytes_and_elements_see_what_numbers_do_not(ranks):
+    def differs(old, new, function, *args):
+        return ranks(2).run(under, old, new, function, *args) != ranks(2).run(function, *args)
+
+    assert differs("block.free()  # [Zero3.after_forward]", "pass", blocks_with_parameters)
+    assert differs("if stage == 1 else", "if stage in (1, 2) else", bytes_left_by_a_step, 2)
+    assert differs("self.shard.clone()", "self.full.clone().chunk(2)[dist.get_rank()]", bytes_left_by_a_step, 3)
+    assert differs("del grad, grads", "self = grad", two_steps, 2)
+    gather = "all_gather(block.full, block.shard)"
+    assert differs(gather, f"{gather}, {gather}", two_steps, 1)
+
+
 # --- what it says -----------------------------------------------------------------------------
 
 
@@ -250,7 +310,7 @@ def named_methods() -> set[tuple[str, str]]:
     """Class.method, wherever a comment of by_hand.py names one."""
     source = io.StringIO(Path(by_hand.__file__).read_text())
     comments = [token.string for token in tokenize.generate_tokens(source.readline) if token.type == tokenize.COMMENT]
-    return {found for comment in comments for found in re.findall(r"\b([A-Z]\w*[a-z]\d?|DDP)\.(\w+)", comment)}
+    return {found for comment in comments for found in re.findall(r"\[(\w+)\.(\w+)\]", comment)}
 
 
 def test_every_method_that_a_comment_names_exists():
@@ -272,7 +332,5 @@ def test_the_script_trains_alike_at_all_stages_and_measures_what_the_formulas_sa
     assert [line.partition(":")[0] for line in lines] == [f"stage {stage}" for stage in STAGES]
     assert len({re.search(r"losses \[.*?\]", line)[0] for line in lines}) == 1
     for line in lines:
-        held, sent, *formula = re.search(
-            r"(\d+) bytes held and (\d+) elements sent, formula=\((\d+), (\d+)\)", line
-        ).groups()
-        assert [held, sent] == formula
+        pairs = re.findall(r"(\d+) [a-z ]+ \(formula (\d+)\)", line)
+        assert len(pairs) == 2 and all(measured == formula for measured, formula in pairs), line

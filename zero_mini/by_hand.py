@@ -1,130 +1,130 @@
-"""All of ZeRO on one page: data parallelism (stage 0) and stages 1 to 3 as one training step over a list of blocks.
+"""All of ZeRO on one page: one training step over a list of blocks, at stage 0, 1, 2 or 3.
 
 Source: arXiv 1910.02054, sections 5 (memory) and 7 (volume). Psi parameters, N ranks, AdamW in fp32.
 
-    stage                        0            1               2               3
-    parameters held (N = 4)      ####         ####            ####            #...
-    gradients held               ####         ####            #...            #...
-    optimizer states held        ####         #...            #...            #...
-    bytes a parameter            16           8 + 8/N         4 + 12/N        16/N
-    (1) the optimizer updates    full (P)     shard (S)       shard (S)       shard (S)
-    (2) before a forward                                                      all-gather
-    (3) before a backward                                                     all-gather
-    (4) after a backward         all-reduce   reduce-scatter  reduce-scatter  reduce-scatter
-    (5) after the update                      all-gather      all-gather
-    elements sent, x (N-1)/N     2 Psi        2 Psi           2 Psi           3 Psi
+    stage                       0            1               2               3
+    a rank holds after a step (N = 4); stage 3 also the parameters of a block while it computes
+      parameters                ####         ####            ####            #...
+      gradients                 ####         ####            #...            #...
+      optimizer states          ####         #...            #...            #...
+    bytes a parameter           4 + 4 + 8    4 + 4 + 8/N     4 + (4 + 8)/N   (4 + 4 + 8)/N
+    (1) the optimizer updates   full (P)     shard (S)       shard (S)       shard (S)
+    (2) before a forward                                                     all-gather
+    (3) before a backward                                                    all-gather
+    (4) after a backward        all-reduce   reduce-scatter  reduce-scatter  reduce-scatter
+    (5) after the update                     all-gather      all-gather
+    elements sent, x (N-1)/N    2 Psi        2 Psi           2 Psi           3 Psi
 
-A block's parameters lie in one buffer, `full`, of P elements; a rank's shard is a slice of it, of S = P/N elements.
-The code asks for the stage at the places (1) to (5). Comments name the method that does the same in the other files.
-Left out: 16-bit precision, communication that overlaps computation, models that are not a list of blocks.
+The parameters of a block lie in one flat buffer of P elements. A shard is a slice of it, of S = P/N elements, one for
+each rank. The code has an `if stage` at each of (1) to (5). A name in brackets, [Zero1.publish], is the method that
+does the same in this package. Left out: overlap, 16-bit precision, models that are not a list of blocks.
 """
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-sent: list[int] = []  # how many elements this rank sent in each collective
+volumes = []  # how many elements this rank has sent, one entry for each call of the next three functions
 
 
-def all_reduce(full: Tensor) -> None:  # Comm.all_reduce: full (P) <- its sum over ranks
-    sent.append(2 * (full.numel() - own_slice(full).numel()))  # a reduce-scatter and an all-gather
+def all_reduce(full):  # full (P) <- the sum of full over ranks [Comm.all_reduce]
+    volumes.append(2 * (full.numel() - shard_of(full).numel()))  # a reduce-scatter, then an all-gather
     dist.all_reduce(full)
 
 
-def reduce_scatter(shard: Tensor, full: Tensor) -> None:  # Comm.reduce_scatter: shard (S) <- own slice of that sum
-    sent.append(full.numel() - shard.numel())
+def reduce_scatter(shard, full):  # shard (S) <- this rank's slice of the sum of full (P) [Comm.reduce_scatter]
+    volumes.append(full.numel() - shard.numel())
     (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(shard, full)  # torch 2.13 renamed it
 
 
-def all_gather(full: Tensor, shard: Tensor) -> None:  # Comm.all_gather: full (P) <- all ranks' shards (S), in order
-    sent.append(full.numel() - shard.numel())
+def all_gather(full, shard):  # full (P) <- the shards (S) of all ranks, in rank order [Comm.all_gather]
+    volumes.append(full.numel() - shard.numel())
     (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(full, shard)
 
 
-def flatten(tensors: list[Tensor]) -> Tensor:  # Unit.flatten: one buffer (P); zeros at its end, so that N divides P
+def flatten(tensors):  # one new buffer (P), with zeros at its end so that N divides P [Unit.flatten]
     full = torch.cat([tensor.detach().flatten() for tensor in tensors])
     return nn.functional.pad(full, (0, -full.numel() % dist.get_world_size()))
 
 
-def own_slice(full: Tensor) -> Tensor:  # Unit.own: full (P) -> this rank's slice (S), a view
+def shard_of(full):  # this rank's slice (S) of full (P), a view [Unit.own]
     return full.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 class Block:
-    """A module, its parameters in one buffer, and the shard of them that this rank's optimizer updates."""
+    """A module, its parameters in one flat buffer, and the part of the buffer that this rank's optimizer updates."""
 
-    def __init__(self, module: nn.Module, stage: int):
+    def __init__(self, module, stage):
         self.module, self.params = module, list(module.parameters())
         self.full = flatten(self.params)  # (P)
-        dist.broadcast(self.full, src=0)  # Comm.broadcast: all ranks start with the same values
-        sizes = [param.numel() for param in self.params]
-        for param, values in zip(self.params, self.full[: sum(sizes)].split(sizes)):
-            param.data = values.view_as(param)  # Unit.show: the module computes with views of full
-        own = self.full if stage == 0 else own_slice(self.full)  # (1) DDP.own: (P); Zero1.own: (S), a view
-        self.shard = nn.Parameter(own.clone() if stage == 3 else own)  # Zero3.own: a copy, because full is freed
+        dist.broadcast(self.full, src=0)  # all ranks start with the same parameters [Comm.broadcast]
+        nn.utils.vector_to_parameters(self.full, self.params)  # each parameter becomes a view of full [Unit.show]
+        self.shard = self.full if stage == 0 else shard_of(self.full)  # (1) (P) [DDP.own] or (S) [Zero1.own]
         if stage == 3:
+            self.shard = self.shard.clone()  # a copy, because full is freed [Zero3.own]
             self.free()
 
-    def gather(self) -> None:  # Zero3.gather
-        self.full.untyped_storage().resize_(4 * self.full.numel())
-        all_gather(self.full, self.shard.data)
+    def gather(self):  # allocate full, and fill it with the shards of all ranks [Zero3.gather]
+        self.full.untyped_storage().resize_(self.full.nbytes)
+        all_gather(self.full, self.shard)
+        nn.utils.vector_to_parameters(self.full, self.params)
 
-    def free(self) -> None:  # Zero3.vacate: the views that autograd saved stay valid, and gather() fills them again
-        self.full.untyped_storage().resize_(0)
+    def free(self):  # free the memory of full; until the next gather, parameters read as NaN [Zero3.vacate]
+        for param in self.params:
+            param.data = torch.tensor(torch.nan).expand_as(param)
+        self.full.untyped_storage().resize_(0)  # autograd saved views of full; the next gather makes them valid again
 
 
-def train_step(blocks: list[Block], optimizer: torch.optim.Optimizer, x: Tensor, target: Tensor, stage: int) -> Tensor:
-    """Forward, backward and update with this rank's batch; returns its loss."""
+def train_step(blocks, optimizer, x, target, stage):
+    """Forward, backward and update. x and target are this rank's part of the batch; returns its loss."""
     optimizer.zero_grad()
-    inputs, outputs = [], []
+    graphs = []
     for block in blocks:
         if stage == 3:  # (2)
-            block.gather()  # Zero3.before_forward
-        inputs.append(x.detach().requires_grad_())  # detached: each block has its own autograd graph
-        x = block.module(inputs[-1])
-        outputs.append(x)
+            block.gather()  # [Zero3.before_forward]
+        x = x.detach().requires_grad_()  # so that each block has its own autograd graph, from x to y
+        y = block.module(x)
+        graphs.append((x, y))
         if stage == 3:
-            block.free()  # Zero3.after_forward
-    loss = nn.functional.mse_loss(x, target)
-    (grad_output,) = torch.autograd.grad(loss, x)
+            block.free()  # [Zero3.after_forward]
+        x = y
+    loss = nn.functional.mse_loss(y, target)
+    (grad_y,) = torch.autograd.grad(loss, y)
     for block in reversed(blocks):
         if stage == 3:  # (3)
-            block.gather()  # Zero3.before_backward
-        # The gradient of this block's input is the gradient of the output of the block before it.
-        grad_output, *grads = torch.autograd.grad(outputs.pop(), [inputs.pop(), *block.params], grad_output)
+            block.gather()  # [Zero3.before_backward]
+        x, y = graphs.pop()  # x is the y of the block before, so its gradient is the next grad_y
+        grad_y, *grads = torch.autograd.grad(y, [x, *block.params], grad_y)
         if stage == 3:
             block.free()
-        grad = flatten([param_grad / dist.get_world_size() for param_grad in grads])  # Unit.take_grads: (P)
+        grad = flatten(grads) / dist.get_world_size()  # (P) the sum of these over ranks is the mean [Unit.take_grads]
         if stage == 0:  # (4)
-            all_reduce(grad)  # DDP.reduce: each rank has divided by N, so the sum is the mean
+            all_reduce(grad)  # [DDP.reduce]
             block.shard.grad = grad  # (P)
-        elif stage == 1:
-            block.shard.grad = own_slice(grad)  # (S), a view, which keeps the memory of all of grad
-            reduce_scatter(block.shard.grad, grad)  # Zero1.reduce
-        else:
-            block.shard.grad = torch.empty_like(block.shard)  # (S), memory of its own
-            reduce_scatter(block.shard.grad, grad)  # Zero2.reduce
-        del grad, grads  # at stages 2 and 3 nothing holds the full gradient any more
+        else:  # stage 1 keeps a view, so all of grad stays in memory; stages 2 and 3 keep S elements
+            block.shard.grad = shard_of(grad) if stage == 1 else torch.empty_like(block.shard)  # (S)
+            reduce_scatter(block.shard.grad, grad)  # [Zero1.reduce] [Zero2.reduce]
+        del grad, grads  # at stages 2 and 3 this frees the full gradient
     optimizer.step()
     if stage in (1, 2):  # (5)
         for block in blocks:
-            all_gather(block.full, block.shard.data)  # Zero1.publish
+            all_gather(block.full, block.shard)  # each rank has updated another shard [Zero1.publish]
     return loss.detach()
 
 
 if __name__ == "__main__":  # torchrun --standalone --nproc-per-node 2 zero_mini/by_hand.py
     dist.init_process_group("gloo")
-    rank, N = dist.get_rank(), dist.get_world_size()
-    for stage in (0, 1, 2, 3):
-        sent.clear()
-        torch.manual_seed(rank)  # each rank has its own data, and its own parameters until the broadcast
+    for stage in range(4):
+        torch.manual_seed(dist.get_rank())  # each rank has its own data
         blocks = [Block(nn.Sequential(nn.Linear(63, 63), nn.Tanh()), stage) for _ in range(4)]
         optimizer = torch.optim.AdamW([block.shard for block in blocks], lr=0.01)
+        volumes.clear()
         losses = [round(train_step(blocks, optimizer, x, x, stage).item(), 5) for x in torch.randn(3, 16, 63)]
         tensors = [t for b in blocks for t in (b.full, b.shard, b.shard.grad, *optimizer.state[b.shard].values())]
-        held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.dim()}.values())
-        psi = sum(block.full.numel() for block in blocks)
-        formula = round(psi * (16, 8 + 8 / N, 4 + 12 / N, 16 / N)[stage]), psi * (2, 2, 2, 3)[stage] * (N - 1) // N
-        if rank == 0:
-            print(f"stage {stage}: losses {losses}, {held} bytes held and {sum(sent) // 3} elements sent, {formula=}")
+        size = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.dim()}.values())
+        N, psi = dist.get_world_size(), sum(block.full.numel() for block in blocks)
+        nbytes, volume = (16, 8 + 8 / N, 4 + 12 / N, 16 / N)[stage] * psi, (2, 2, 2, 3)[stage] * psi * (N - 1) / N
+        if dist.get_rank() == 0:
+            measured = f"{size} bytes (formula {nbytes:.0f}), {sum(volumes) // 3} elements sent (formula {volume:.0f})"
+            print(f"stage {stage}: losses {losses}, {measured}")
     dist.destroy_process_group()
