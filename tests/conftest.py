@@ -54,7 +54,7 @@ def alone(monkeypatch):
 
 @pytest.fixture
 def record(request):
-    """record(name, value): keep what was measured in a JSON file of its own, if --record says where."""
+    """record(name, value, cards=N): keep what N GPUs measured in a JSON file of its own, if --record says where."""
     return partial(write, request.config)
 
 
@@ -89,7 +89,8 @@ def row(request) -> Iterator[Callable[..., None]]:
     yield keep if folder else compare
     for table, rows in tables.items():
         old = recorded(table)[table] if (measured / f"{table}.json").is_file() else []
-        write(request.config, table, [row for alike in (by_what(old) | by_what(rows)).values() for row in alike])
+        rows = [row for alike in (by_what(old) | by_what(rows)).values() for row in alike]
+        write(request.config, table, rows, cards=0)
 
 
 # In mixed precision stage 2 has the parameters of stage 1 and the gradients of stage 3, line by line.
@@ -121,7 +122,7 @@ def release(version: str) -> str:
     return version.partition("+")[0]
 
 
-def write(config: pytest.Config, name: str, value: object, cards: int = 2) -> None:
+def write(config: pytest.Config, name: str, value: object, *, cards: int) -> None:
     if folder := config.getoption("--record"):
         path = Path(folder) / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,8 +130,8 @@ def write(config: pytest.Config, name: str, value: object, cards: int = 2) -> No
 
 
 def machine(cards: int) -> dict[str, object]:
-    """What the numbers depend on."""
-    if not torch.cuda.is_available():
+    """What the numbers depend on. cards: the GPUs that took part; 0: the CPU alone did."""
+    if not cards:
         return {"torch": torch.__version__}
     return {
         "card": torch.cuda.get_device_name(0),

@@ -162,7 +162,7 @@ def test_train_gpt_draws_the_same_curve_at_every_stage(record, tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
         curves[stage] = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         tables[stage] = done.stdout.splitlines()
-    record("training", {"command": command[2:], "stages": curves, "printed": tables})
+    record("training", {"command": command[2:], "stages": curves, "printed": tables}, cards=2)
     losses = [[point["loss"] for point in curves[stage] if "loss" in point] for stage in range(4)]
     for curve in losses:
         assert curve[-1] < curve[0] - 1  # it learns

@@ -73,7 +73,7 @@ def test_the_recorder_and_the_allocator_count_the_same_bytes(nccl, record):
         stories[stage], seen = nccl.run(record_two_steps, stage)[0]
         for recorded_bytes, allocator_bytes in seen:
             assert recorded_bytes == pytest.approx(allocator_bytes, rel=0.01)
-    record("moments", {"model": "124M", "precision": "bf16", "batch": 2, "stages": stories})
+    record("moments", {"model": "124M", "precision": "bf16", "batch": 2, "stages": stories}, cards=2)
     peaks = [max(map(sum, zip(*story["series"].values()))) for story in stories.values()]
     assert peaks[3] < peaks[2] <= peaks[1] < peaks[0]  # 2 and 1: at the start of backward neither has gradients
 
@@ -117,7 +117,7 @@ def test_a_window_of_a_real_step_shows_compute_and_wire_at_once(nccl, record, st
     assert min(exposed_ms) < 0.3 * ms
     rows = [[span.rank, span.lane, span.label, round(span.start, 3), round(span.end, 3)] for span in spans]
     about = {"model": preset, "batch": batch, "stage": stage, "part": part, "ms": ms}
-    record(f"gantt_{stage}", about | {"spans": rows})
+    record(f"gantt_{stage}", about | {"spans": rows}, cards=2)
 
 
 def starts(kernels: list[timeline.Kernel]) -> float:
@@ -147,7 +147,7 @@ def times_us(sizes: list[int]) -> dict[str, dict[int, float]]:
 
 def test_a_small_collective_costs_a_call_and_a_large_one_the_wire(nccl, record):
     found = nccl.run(times_us, [4**k for k in range(5, 16)])[0]
-    record("collectives", {"dtype": "bf16", "us": found})
+    record("collectives", {"dtype": "bf16", "us": found}, cards=2)
     for points in found.values():
         sizes = sorted(points)
         assert points[sizes[1]] < 4 * points[sizes[0]]  # four times the bytes, nearly the same time

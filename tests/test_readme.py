@@ -17,17 +17,22 @@ def recorded(name: str) -> dict:
 
 def test_the_readmes_numbers_are_those_of_the_recorded_runs():
     readme = (ROOT / "README.md").read_text()
-    memory, parity = recorded("memory"), recorded("parity")
-    stages = memory["memory"]["stages"].values()
-    held = " | ".join(str(round(sum(run["held_bytes"].values()) / 1e6)) for run in stages)
-    peaks = " | ".join(str(round(run["peak_bytes"] / 1e6)) for run in stages)
-    assert f"MB, 1e6 bytes) | {held} |" in readme
-    assert f"by the allocator (MB) | {peaks} |" in readme
-    machine = memory["machine"]
-    assert machine == parity["machine"]
-    assert f"On {machine['cards']} x {machine['card'].removeprefix('NVIDIA ')}" in readme
+    for N, memory, parity, outcome in (
+        (2, "memory", "parity", "equal to the bit"),
+        (4, "memory_4", "parity_4", "no further apart than two sums over 4 ranks may be"),
+    ):
+        machine, stages = recorded(memory)["machine"], recorded(memory)[memory]["stages"].values()
+        held = " | ".join(str(round(sum(run["held_bytes"].values()) / 1e6)) for run in stages)
+        peaks = " | ".join(str(round(run["peak_bytes"] / 1e6)) for run in stages)
+        assert f"by walking them, N = {N} | {held} |" in readme
+        assert f"by the allocator, N = {N} | {peaks} |" in readme
+        assert machine == recorded(parity)["machine"] and machine["cards"] == N
+        assert f"On {N} x {machine['card'].removeprefix('NVIDIA ')}" in readme
+        cases = recorded(parity)[parity]
+        assert set(cases.values()) == {outcome} and f"{len(cases)} cases" in readme
     assert f"torch {machine['torch']}, NCCL {machine['nccl']}" in readme
-    assert set(parity["parity"].values()) == {"equal to the bit"} and f"{len(parity['parity'])} cases" in readme
+    orders = recorded("summation_4")
+    assert orders["machine"] == machine and min(orders["summation_4"]["unlike torch DDP"].values()) > 0
 
 
 def test_the_readme_counts_the_cells_that_passed_on_gpus():
