@@ -85,13 +85,28 @@ class CrossReads(Tower):
 
     def through(self, h):
         late, early = self.blocks[2], self.blocks[0]
-        h = h + 0.1 * nn.functional.linear(torch.tanh(h @ late.fc.weight.t()), late.out.weight)
+        h = h + 0.1 * torch.tanh(h @ late.fc.weight.t())[:, :D]
         h = super().through(h)
         return h + 0.1 * nn.functional.linear(torch.tanh(h @ early.fc.weight[:, :].t()), early.out.weight)
 
 
 def test_a_blocks_weights_used_by_its_model_train_right(compare_fp32):
     compare_fp32(lambda job: job.train(0, 1, 2), build=CrossReads)
+
+
+class DecaysInForward(Tower):
+    def through(self, h):
+        with torch.no_grad():
+            self.blocks[2].fc.weight.mul_(0.9)
+        return super().through(h)
+
+
+def test_a_write_inside_forward_counts_or_names_the_remedy(compare):
+    loud = compare.stage == 3 or compare.dtype is MIXED
+    error = compare(lambda job: job.train(0, 1, 2), build=DecaysInForward, may_raise=loud)
+    assert (error is not None) == loud
+    assert error is None or NAMES_THE_REMEDY in error.splitlines()[-1]
+    assert compare.stage < 3 or "mul_ of blocks.2.fc.weight" in error.splitlines()[-1]
 
 
 class Teacher(nn.Module):
