@@ -4,6 +4,7 @@ Two ranks on gloo, other data on each, three steps. What a habit leaves (tokens,
 DDP's model leaves. A test that needs a package which is not here is skipped: `pip install -e ".[strangers]"`.
 """
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -57,7 +58,13 @@ def draw(step: int) -> torch.Generator:
     return torch.Generator().manual_seed(100 * dist.get_rank() + step)
 
 
-def train(stranger: Stranger, stage: int | None, prepare=lambda model: None, in_parts: bool = False) -> Trained:
+def train(
+    stranger: Stranger,
+    stage: int | None,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+    in_parts: bool = False,
+    after_step: Callable[[Trained], None] = lambda run: None,
+) -> Trained:
     torch.manual_seed(dist.get_rank())  # rank 0's weights count
     model = stranger.build()
     prepare(model)
@@ -77,6 +84,7 @@ def train(stranger: Stranger, stage: int | None, prepare=lambda model: None, in_
         optimizer.step()
         optimizer.zero_grad()
         run.seen.append(loss.detach())
+        after_step(run)
     run.state = copies_of(model.state_dict())
     return run
 
@@ -109,6 +117,26 @@ def skip_without(stranger: Stranger) -> None:
 def test_a_stranger_trains_as_torch_ddp_trains_it(ranks, name):
     skip_without(STRANGERS[name])
     assert ranks(2).run(lambda: against_torch(lambda stage: train(STRANGERS[name], stage))) == [[], []]
+
+
+def averaged(stage: int | None) -> Trained:
+    """An exponential moving average of the weights, by a loop over two lists of parameters."""
+    average: list[torch.Tensor] = []
+
+    def follow(run: Trained) -> None:
+        with contextlib.nullcontext() if run.zero is None else run.zero.full_params():
+            if not average:
+                average.extend(torch.zeros_like(param) for param in run.model.parameters())
+            for mean, param in zip(average, run.model.parameters()):
+                mean.mul_(0.9).add_(param.detach(), alpha=0.1)
+
+    run = train(STRANGERS["VisionTransformer"], stage, after_step=follow)
+    run.seen += average
+    return run
+
+
+def test_an_average_of_the_weights_under_full_params_is_the_average_of_torch_ddps(ranks):
+    assert ranks(2).run(lambda: against_torch(averaged)) == [[], []]
 
 
 # --- Hugging Face's habits --------------------------------------------------------------------------------
