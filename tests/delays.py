@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -46,7 +47,7 @@ class Held:
         self.go.wait(max(0.0, when - time.monotonic()))
         self.launch().wait()
 
-    def wait(self) -> None:
+    def wait(self, time_out: timedelta | None = None) -> None:
         while self.before and self.before[0] is not self:  # they come first on the wire
             self.before.pop(0).go.set()
         self.go.set()

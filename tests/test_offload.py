@@ -586,7 +586,7 @@ def test_the_trainer_shows_where_bytes_are(alone, capsys, tmp_path):
         main([*TINY, "--steps", "2", "--offload", place])
         shown = capsys.readouterr().out
         (header,) = [line for line in shown.splitlines() if line.startswith("rank 0")]
-        assert header.split()[4:] == columns
+        assert header.split()[5:] == columns
         assert "host memory of this process at its peak" in shown
 
 

@@ -203,6 +203,7 @@ def test_another_run_is_refused(ranks, text, whole, tmp_path, row):
     shutil.copytree(whole / "step-3", tmp_path / "run" / "step-3")
     argv = ["--data", text, "--out", tmp_path / "run", "--resume", "auto"]
     changes = {  # the last one begins anew
+        "--global-batch is 4 in DIR/step-3 and 6 here": ["--global-batch", 6],
         "--lr is 0.02 in DIR/step-3 and 0.1 here": ["--lr", 0.1],
         "--heads is 2 in DIR/step-3 and 4 here": ["--heads", 4],
         "--data is text of 345 tokens": ["--data", other],

@@ -249,6 +249,8 @@ def test_flags_and_options_are_the_same_thing():
         ("--weight-decay -0.1", "--weight-decay must be a number >= 0 (got -0.1)"),
         ("--steps 0", "--steps must be a whole number >= 1 (got 0)"),
         ("--steps 2.5", "--steps must be a whole number >= 1 (got 2.5)"),
+        ("--seed 99999999999999999999", "--seed must be at most 9.22337e+18"),
+        ("--time-out 1e300", "--time-out must be at most 1e+09"),
         ("--stage two", "--stage must be 0, 1, 2 or 3 (got two)"),
         *((f"{flag}=", f"{flag} is empty") for flag in ("--out", "--data", "--init-from", "--offload", "--resume")),
         ("--micro-batch -1", "--micro-batch must be a whole number >= 1 (got -1)"),

@@ -40,7 +40,7 @@ class GPTConfig:
 
     >>> GPTConfig(L=2, d=130, heads=4)
     Traceback (most recent call last):
-    ValueError: d=130 is not a multiple of heads=4; nearest: 128, 132
+    ValueError: d=130 is not a multiple of heads=4; nearest: 128, 132 (--width, --heads)
     """
 
     L: int  # blocks
@@ -60,7 +60,9 @@ class GPTConfig:
         if self.d % self.heads:
             below = self.d - self.d % self.heads
             nearest = ", ".join(str(d) for d in (below, below + self.heads) if d)
-            raise ValueError(f"d={self.d} is not a multiple of heads={self.heads}; nearest: {nearest}")
+            raise ValueError(
+                f"d={self.d} is not a multiple of heads={self.heads}; nearest: {nearest} (--width, --heads)"
+            )
 
 
 # GPT-2 has 50257 tokens; 50304 is the next multiple of 128, which matrix units prefer.

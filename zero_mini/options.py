@@ -88,6 +88,9 @@ class Options:
             )
             if is_out_of_bounds:
                 raise ValueError(f"{flag(f)} must be {wanted(f)} (got {value})")
+        for f, most in (("seed", 2**63 - 1), ("time_out", 1e9)):
+            if getattr(self, f) > most:
+                raise ValueError(f"--{f.replace('_', '-')} must be at most {most:g} (got {getattr(self, f)})")
         if self.offload and self.stage == 0:
             raise ValueError("--offload needs sharded states (--stage is 0); add --stage 1, 2 or 3")
         for f in ("save_every", "tensorboard", "export_gpt2"):

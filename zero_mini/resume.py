@@ -125,10 +125,11 @@ def go_on(options: Options, zero: DDP, must_not_change: dict) -> Loaded:
             raise Refusal(f"--resume {options.resume} is no checkpoint, and no folder of them; give DIR or DIR/step-N")
         return found
     for name, there in found.extra["must_not_change"].items():
-        if name == "global_batch":
-            if there != options.global_batch and zero.rank == 0:
-                print(f"--global-batch is {options.global_batch} from here on, {there} before: other data follow")
-        elif (here := must_not_change[name]) != there:
+        here = must_not_change[name]
+        if name == "global_batch" and here != there and there % zero.world_size:
+            if zero.rank == 0:
+                print(f"--global-batch is {here} from here on, {there} before: other data follow")
+        elif here != there:
             raise Refusal(
                 f"--{name.replace('_', '-')} is {there} in {found.path} and {here} here, which would be another run: "
                 "give the same, or begin one with --init-from weights.pt"

@@ -20,8 +20,8 @@ from typing import TextIO
 class Screen:
     """Stands in for sys.stdout or sys.stderr."""
 
-    def __init__(self, stream: TextIO):
-        self.stream, self.is_open = stream, True
+    def __init__(self, stream: TextIO | None):  # None: the process was started without it
+        self.stream, self.is_open = stream, stream is not None
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
@@ -40,6 +40,9 @@ class Screen:
             self.is_open = False
             with contextlib.suppress(OSError, ValueError):  # what Python flushes at its end goes nowhere
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+    def isatty(self) -> bool:
+        return self.is_open and self.stream.isatty()
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)

@@ -170,7 +170,7 @@ def batches(
             f"global batch {global_batch} is not a multiple of {world_size} ranks x micro-batch {micro_batch}"
             f" = {whole}; nearest: {nearest}"
         )
-    _at_least(n, global_batch, T, f"a global batch of {global_batch}", "the global batch")
+    _at_least(n, global_batch, T, f"a global batch of {global_batch}", "the global batch (--global-batch)")
 
     def global_batches() -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(seed)
