@@ -61,14 +61,14 @@ def delayed(delay: Delay) -> Iterator[list[str]]:
     before: list[Held] = []
 
     def on_a_thread(name: str, original: Callable, thread, *args, async_op: bool = False, **options):
-        if not async_op:
-            return original(*args, **options)
+        if not async_op or not args[0].is_floating_point():  # words between hosts, on a group of their own
+            return original(*args, async_op=async_op, **options)
         late.extend([name] if delay.of(name) else [])
         launch = partial(original, *args, async_op=True, **options)
         return Held(before, delay.seconds if delay.of(name) else 0.0, launch, thread)
 
     def behind_a_sleep(name: str, original: Callable, stream, *args, async_op: bool = False, **options):
-        if not (async_op and delay.of(name)):
+        if not (async_op and delay.of(name) and args[0].is_floating_point()):
             return original(*args, async_op=async_op, **options)
         late.append(name)
         stream.wait_stream(torch.cuda.current_stream())
