@@ -14,7 +14,9 @@ def objects_and_tensor_bytes() -> tuple[int, int]:
     objects = gc.get_objects()
     with plainly():
         storages = [each.untyped_storage() for each in objects if issubclass(type(each), torch.Tensor)]
-    return len(objects), sum({each._cdata: each.nbytes() for each in storages}.values())
+    return len(objects), sum(
+        {each._cdata: int(each.nbytes()) for each in storages}.values()
+    )  # a traced one is symbolic
 
 
 def growth(stage: int, dtype: torch.dtype | None, what: str) -> tuple[int, int]:
