@@ -21,9 +21,6 @@ from zero_mini.report import readable
 PROCESS_BYTES = 3e8  # Python and torch themselves
 
 
-PROCESS_BYTES = 3e8  # Python and torch themselves
-
-
 def check_memory(options: Options, config: GPTConfig, device: torch.device, dtype: torch.dtype, place: Place) -> None:
     """ValueError if the model states of a rank cannot fit, with what would."""
     if options.offload:

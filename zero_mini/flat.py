@@ -79,7 +79,7 @@ class Unit:
     reducing: tuple | None = None  # (work, result, buffer) of a reduction under way
     outstanding: int = 0  # forward calls whose backward has not come yet
     used: int = 0  # bit i: this rank has brought a gradient to params[i] since zero_grad()
-    used_anywhere: int = 0  # the same on any rank, as ranks told each other at the step
+    used_anywhere: int = 0  # the same for any rank, known from the exchange at the step
     apart: set[int] = field(default_factory=set)  # params that are a run of their own
     stage: ReferenceType | None = None  # of the stage that trains it
     is_whole: bool = False  # shown by zero.full_params()

@@ -26,16 +26,16 @@ class Screen:
             stream.reconfigure(errors="replace")
 
     def write(self, text: str) -> int:
-        self._try(self.stream.write, text)
+        self._try("write", text)
         return len(text)
 
     def flush(self) -> None:
-        self._try(self.stream.flush)
+        self._try("flush")
 
-    def _try(self, operation, *arguments) -> None:
+    def _try(self, method: str, *arguments) -> None:
         try:
             if self.is_open:
-                operation(*arguments)
+                getattr(self.stream, method)(*arguments)
         except (OSError, ValueError):  # ValueError: the stream is closed
             self.is_open = False
             with contextlib.suppress(OSError, ValueError):  # what Python flushes at its end goes nowhere

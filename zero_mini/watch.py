@@ -4,7 +4,7 @@
       outside no_sync()                                    at the step                      check_reduced
     a parameter was written to where its master does not
       follow                                               at the step, and after a gather  check_untouched
-    a module or parameter was put in another's place       at the step                      check_modules
+    a module or parameter was put in another's place       at the step                      Layout.check
 
 What shows before training is refused in checks.py; a parameter itself refuses what is wrong at any time (held.py), and
 stage 3 what its slots would make of it (zero3.py).
