@@ -24,7 +24,7 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam"
 
 
 def known_class(optimizer: torch.optim.Optimizer) -> type | None:
-    """The class of torch.optim whose update this optimizer's is: its own, or one of which it overrides no method."""
+    """The class of torch.optim that updates for this optimizer: its own, or a base of which it overrides no method."""
     known = [getattr(torch.optim, name) for name in ELEMENTWISE]
     for cls in type(optimizer).__mro__:
         if cls in known:

@@ -105,11 +105,11 @@ def what_must_not_change(options: Options, config: GPTConfig, training_text: tor
     Stage, number of ranks, precision, micro-batch and --steps are free; so is the global batch, for a number of ranks
     that does not divide it.
     """
-    names = ("lr", "warmup", "weight_decay", "dropout", "seed")
+    names = ("lr", "warmup", "weight_decay", "dropout", "seed", "global_batch")
     shape = dataclasses.asdict(config)
     shape["sequence_length"] = shape.pop("T")
     data = f"text of {len(training_text)} tokens, crc32 {zlib.crc32(training_text.numpy()):08x},"
-    return {name: getattr(options, name) for name in (*names, "global_batch")} | shape | {"data": data}
+    return {name: getattr(options, name) for name in names} | shape | {"data": data}
 
 
 def go_on(options: Options, zero: DDP, must_not_change: dict) -> Loaded:
