@@ -160,7 +160,7 @@ def test_a_signal_ends_a_run_in_one_line_with_the_shells_status(
     assert [path.name for path in checkpoints(tmp_path)] == ["step-1"] * saves
 
 
-def test_torchrun_starts_ranks_again_and_they_go_on_by_themselves(text, whole, tmp_path, row):
+def test_torchrun_starts_ranks_again_and_they_go_on_by_themselves(ranks, text, whole, tmp_path, row):
     (tmp_path / "killing.py").write_text(
         f"""
 import os, signal, sys
@@ -181,7 +181,8 @@ train_gpt.main()
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node"]
     command += ["2", tmp_path / "killing.py", *TINY, "--data", text, "--out", tmp_path / "run", "--save-every", "2"]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    threads = ranks(2).run(torch.get_num_threads)[0]  # a matrix product rounds otherwise with another number of threads
+    environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
     done = subprocess.run([*command, "--resume", "auto"], env=environ, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert f"goes on from {tmp_path / 'run' / 'step-2'}" in done.stdout
