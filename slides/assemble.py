@@ -30,7 +30,7 @@ import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zero_mini.course import recorded
+from zero_mini.course.lesson import recorded
 
 HERE = Path(__file__).parent
 BUILD = HERE / "build"

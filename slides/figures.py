@@ -1,10 +1,10 @@
-"""The pictures of the decks, by name: zero_mini/plots/ on what was measured, without titles, in larger letters.
+"""The pictures of the decks, by name: zero_mini/course/plots/ on what was measured, without titles, in larger letters.
 
 A picture on a slide is read from the back of a room: its title is the slide's, its machine stands in the slide's
 footer, and its letters are larger where there is room. What is measured comes from zero_mini/measured/, or, where the
 same bytes come out on every machine, from a short run on two CPU ranks when the decks are built.
 
-Left out: pictures that only one deck's words could explain. zero_mini/plots/ draws everything.
+Left out: pictures that only one deck's words could explain. zero_mini/course/plots/ draws everything.
 """
 
 from __future__ import annotations
@@ -16,12 +16,23 @@ from typing import TYPE_CHECKING
 
 import runs
 
-from zero_mini.course import recorded
-from zero_mini.plots import calculator, curves, exponents, gantt, loss_scales, moments, ownership, sent, states, steps
-from zero_mini.plots import speed as speeds
-from zero_mini.plots.palette import GRADIENTS
-from zero_mini.plots.wire_time import draw_wire_time
-from zero_mini.plots.wire_time import from_measured as wire_times
+from zero_mini.course.lesson import recorded
+from zero_mini.course.plots import (
+    calculator,
+    curves,
+    exponents,
+    gantt,
+    loss_scales,
+    moments,
+    ownership,
+    sent,
+    states,
+    steps,
+)
+from zero_mini.course.plots import speed as speeds
+from zero_mini.course.plots.palette import GRADIENTS
+from zero_mini.course.plots.wire_time import draw_wire_time
+from zero_mini.course.plots.wire_time import from_measured as wire_times
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -137,11 +148,11 @@ def losses_of_a_bug(optimizer: str) -> Figure:
 
 
 RUN = "slides/runs.py: a small GPT on 2 CPU ranks"
-CALCULATED = "zero_mini/memory.py: the paper's formulas"
+CALCULATED = "zero_mini/memory/formulas.py: the paper's formulas"
 FIGURES: dict[str, Picture] = {
-    "reduce-scatter": Picture(partial(ring, "reduce_scatter"), "zero_mini/plots/steps.py"),
-    "all-gather": Picture(partial(ring, "all_gather"), "zero_mini/plots/steps.py"),
-    "sent": Picture(what_a_rank_sends, "zero_mini/plots/steps.py: chunks counted"),
+    "reduce-scatter": Picture(partial(ring, "reduce_scatter"), "zero_mini/course/plots/steps.py"),
+    "all-gather": Picture(partial(ring, "all_gather"), "zero_mini/course/plots/steps.py"),
+    "sent": Picture(what_a_rank_sends, "zero_mini/course/plots/steps.py: chunks counted"),
     "wire-time": Picture(time_of_a_collective, "collectives"),
     "states-0": Picture(partial(states_of, 0), "memory"),
     "states-0-1": Picture(partial(states_of, 0, 1), "memory"),

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from runs import CONFIG, N, model_and_batch
 from torch import nn
 
-from zero_mini.gpt import GPT
-from zero_mini.ranks import RankError, Ranks
+from zero_mini.course.ranks import RankError, Ranks
+from zero_mini.trainer.gpt import GPT
 from zero_mini.zeroify import zeroify
 
 ACROSS = 76  # characters
@@ -133,7 +133,7 @@ def gradient_read_too_early() -> str:
 @cache
 def never_finite() -> str:
     """A loss that is infinite at every scale."""
-    from zero_mini.loss_scale import LossScaler
+    from zero_mini.update.loss_scale import LossScaler
 
     def program():
         model, inputs, targets = model_and_batch()
@@ -148,7 +148,7 @@ def never_finite() -> str:
 
 
 def mutants() -> str:
-    """Ten of the bugs that tests/test_mutants.py puts in, and what the comparison with torch DDP shows of each."""
+    """Ten of the bugs that tests/book/test_mutants.py puts in, and what the comparison with torch DDP shows of each."""
     from test_mutants import MUTANTS
 
     shown = {

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from zero_mini.activations import checkpoint_blocks
+from zero_mini.activations.checkpointing import checkpoint_blocks
 from zero_mini.comm import Comm
-from zero_mini.gpt import GPT, GPTConfig
-from zero_mini.loss_scale import LossScaler
-from zero_mini.ranks import run
+from zero_mini.course.ranks import run
+from zero_mini.trainer.gpt import GPT, GPTConfig
+from zero_mini.update.loss_scale import LossScaler
 from zero_mini.zeroify import zeroify
 
 if TYPE_CHECKING:
-    from zero_mini.plots.holdings import Holding, Layout
-    from zero_mini.plots.moments import Story
+    from zero_mini.course.plots.holdings import Holding, Layout
+    from zero_mini.course.plots.moments import Story
 
 CONFIG = GPTConfig(L=4, d=64, heads=4, T=32)
 N = 2
@@ -43,7 +43,7 @@ def model_and_batch(config: GPTConfig = CONFIG, batch: int = 4) -> tuple[GPT, to
 @cache
 def holdings_of(stages: tuple[int, ...]) -> tuple[Layout, dict[int, list[Holding]]]:
     """The layout of block 0, and stage -> what both ranks hold of it after a backward in bf16."""
-    from zero_mini.plots.holdings import holdings, layout
+    from zero_mini.course.plots.holdings import holdings, layout
 
     def one(stage: int):
         model, inputs, targets = model_and_batch()
@@ -65,8 +65,8 @@ def holdings_of(stages: tuple[int, ...]) -> tuple[Layout, dict[int, list[Holding
 @cache
 def stories_of_checkpointing() -> dict[str, Story]:
     """A step of stage 3 with all activations kept, and with every block's computed again."""
-    from zero_mini.plots.moments import last_step
-    from zero_mini.recorder import Recorder
+    from zero_mini.course.plots.moments import last_step
+    from zero_mini.memory.recorder import Recorder
 
     def record(every: int) -> Story:
         with Recorder(device="cpu") as recorder:
@@ -97,7 +97,7 @@ def stories_of_checkpointing() -> dict[str, Story]:
 @cache
 def exponents_of_gradients() -> dict[int, int]:
     """Of the gradients of all blocks' outputs, for a batch of 4096 tokens, on one process."""
-    from zero_mini.plots.exponents import exponents
+    from zero_mini.course.plots.exponents import exponents
 
     torch.manual_seed(0)
     model, tokens, seen = GPT(CONFIG), torch.randint(256, (128, CONFIG.T + 1)), []

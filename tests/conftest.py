@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_mini.ranks import Ranks
+from zero_mini.course.ranks import Ranks
 
 pytest.register_assert_rewrite("both_ways")  # before its import: a failed assert shows the values, as in a test module
 from both_ways import EXACT, MIXED, STAGES, Compare, Note  # noqa: E402

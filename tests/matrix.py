@@ -25,16 +25,16 @@ TORCHES = ("2.9", "2.11", "newest")
 
 QUICK = (
     "zero_mini",  # the examples in docstrings
-    "tests/test_paper.py",  # every number the paper prints
-    "tests/test_parity.py::test_every_stage_trains_as_torch_ddp_does",  # to the bit at N = 2, on awkward models
-    "tests/test_parity.py::test_every_stage_trains_rare_models_as_torch_ddp_does",
-    "tests/test_parity.py::test_bf16_is_torch_ddp_with_a_bf16_copy_to_the_bit",
-    "tests/test_wire.py",  # what is sent, counted and seen by torch's profiler
-    "tests/test_one_pass.py",  # torch's optimizers, whose kernels and states change from release to release
-    "tests/test_compile.py",  # torch.compile
-    "tests/test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one_to_the_bit",
-    "tests/test_train_gpt.py::test_bare_torchrun_trains_in_one_process_and_says_how_to_get_more",
-    "tests/test_train_gpt.py::test_losses_depend_neither_on_the_stage_nor_on_the_number_of_ranks",
+    "tests/book/test_paper.py",  # every number the paper prints
+    "tests/book/test_parity.py::test_every_stage_trains_as_torch_ddp_does",  # to the bit at N = 2, on awkward models
+    "tests/book/test_parity.py::test_every_stage_trains_rare_models_as_torch_ddp_does",
+    "tests/book/test_parity.py::test_bf16_is_torch_ddp_with_a_bf16_copy_to_the_bit",
+    "tests/book/test_wire.py",  # what is sent, counted and seen by torch's profiler
+    "tests/update/test_one_pass.py",  # torch's optimizers, whose kernels and states change from release to release
+    "tests/book/test_compile.py",  # torch.compile
+    "tests/checkpoint/test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one_to_the_bit",
+    "tests/trainer/test_train_gpt.py::test_bare_torchrun_trains_in_one_process_and_says_how_to_get_more",
+    "tests/trainer/test_train_gpt.py::test_losses_depend_neither_on_the_stage_nor_on_the_number_of_ranks",
 )
 
 

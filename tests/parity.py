@@ -15,7 +15,7 @@ from models import Case, Turn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_mini.units import merge_blocks
+from zero_mini.binding.units import merge_blocks
 from zero_mini.zeroify import zeroify
 
 # --- optimizers -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The four collectives ZeRO is made of. Each call is written into a ledger (ledger.py).
+"""The four collectives ZeRO is made of. Each call is written into a ledger (wire/ledger.py).
 
 Volumes (arXiv 1910.02054, section 7.1; ring algorithms): with N ranks and a buffer of P elements,
 a reduce-scatter and an all-gather each move P (N-1)/N elements over a rank's wire, and an
@@ -30,8 +30,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zero_mini.ledger import Call, Ledger
-from zero_mini.whereabouts import LostRank, Position, Whereabouts, difference, lost_rank, open_pages
+from zero_mini.wire.ledger import Call, Ledger
+from zero_mini.wire.lost_ranks import LostRank, Position, Whereabouts, difference, lost_rank, open_pages
 
 HEADER = 64  # words with which every exchange between hosts begins
 PATIENCE_S = 2.0  # of a collective, before its rank looks where the others are
@@ -62,7 +62,7 @@ class Comm(Ledger):
         # behind collectives on the GPU nor be mistaken for one of them.
         self.host_group = same_ranks(self.group, "gloo")
         super().__init__(open_pages(self.group, self.host_group.group_name))
-        self.gathering, self.reachable = self.group, None  # unless copy engines gather (copy_engine.py)
+        self.gathering, self.reachable = self.group, None  # unless copy engines gather (wire/copy_engine.py)
         # torch 2.13 renamed the two flat collectives; 2.9 to 2.12 have the old names only.
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -7,7 +7,7 @@ Source: arXiv 1910.02054, section 3.1 (memory) and 7.1 (volume); PyTorch DDP, ar
 
 The optimizer's 12 are an fp32 master copy, momentum and variance. In fp32 there is no master copy:
 4 parameters + 4 gradients + 8 optimizer. These are the bytes after backward. In the step of mixed
-precision gradients become fp32, 2 bytes more for each, unless one_pass.py knows the optimizer.
+precision gradients become fp32, 2 bytes more for each, unless update/one_pass.py knows the optimizer.
 
 All four stages follow one script, whose moments are the methods below. A stage is a class that
 overrides the moments it changes, and what follows from them:
@@ -23,7 +23,7 @@ overrides the moments it changes, and what follows from them:
     reduce            a unit                 its gradients go on the wire
     finish, at_hand   a unit                 its mean has arrived; it is where the optimizer reads it
     after_backward    a backward             what has not been sent goes now
-    check_step        a step                 ranks agree (agreement.py), nothing else has changed anything
+    check_step        a step                 ranks agree (binding/agreement.py), nothing else has changed anything
     begin_step        a step                 skip it (fp16), or one of the next two
     update_masters    a step                 the optimizer's update is known: do it, unit by unit
     before_step       a step                 it is not: every mean has arrived, for the optimizer to use
@@ -42,8 +42,8 @@ to the end of the backward. And a unit is ready when backward has moved on to th
 when all its gradients exist: a parameter without a gradient on this rank counts as zero. What no
 rank used in a step the optimizer leaves alone, as it leaves a gradient that is None.
 
-Three more serve what comes without a moment of the script (out_of_turn.py): fetch, a parameter is read outside its
-turn; after_operation, that is over; check_late, a gradient came that no moment collected (the step collects it).
+Three more serve what comes without a moment of the script (binding/out_of_turn.py): fetch, a parameter is read outside
+its turn; after_operation, that is over; check_late, a gradient came that no moment collected (the step collects it).
 
 It is sent when the next unit is half through its backward. A reduction holds some of the GPU's
 multiprocessors, and a matrix product that runs beside it waits for them; attention, which is what
@@ -59,15 +59,16 @@ from collections.abc import Iterator
 
 import torch
 
-from zero_mini import agreement, one_pass, pieces, watch
-from zero_mini.clip import Clipping
+from zero_mini.binding import agreement, pieces, watch
+from zero_mini.binding.full_params import Whole
+from zero_mini.binding.hooks import Hooks
+from zero_mini.binding.parameter import HeldParameter, plainly, set_grad
 from zero_mini.comm import Comm
 from zero_mini.flat import Unit
-from zero_mini.held import HeldParameter, plainly, set_grad
-from zero_mini.hooks import Hooks
-from zero_mini.inventory import Inventory
-from zero_mini.loss_scale import Scaling
-from zero_mini.whole import Whole
+from zero_mini.memory.inventory import Inventory
+from zero_mini.update import one_pass
+from zero_mini.update.clip import Clipping
+from zero_mini.update.loss_scale import Scaling
 
 
 class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
@@ -319,7 +320,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
         """requires_grad_(True) of a parameter that was frozen at zeroify()."""
         pieces.unfreeze(self, param)
 
-    # --- an operation outside a turn, for out_of_turn.py --------------------------------------
+    # --- an operation outside a turn, for binding/out_of_turn.py --------------------------------------
 
     @torch.no_grad()
     def fetch(self, unit: Unit, what: str) -> None:
@@ -334,7 +335,7 @@ class DDP(Hooks, Whole, Inventory, Clipping, Scaling):
         """They were used outside a turn; returns the result. Here they stay in place."""
         return result
 
-    # --- values from outside the script, for whole.py ----------------------------------------
+    # --- values from outside the script, for binding/full_params.py ----------------------------------------
 
     def replace(self, unit: Unit, values: torch.Tensor) -> None:
         """Other values (P), the same on all ranks, from outside the script: keep what is kept of them."""

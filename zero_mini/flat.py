@@ -22,7 +22,7 @@ were used, becomes a run of its own: the optimizer passes over its piece, and co
 torch's does. Each parameter starts on an ALIGN boundary, so that kernels see aligned memory as they
 do in an unsharded model. Gaps are zero, and stay zero: their gradient is zero.
 
-Left out: parameters of several dtypes in one model, and sparse ones (see checks.py).
+Left out: parameters of several dtypes in one model, and sparse ones (see binding/checks.py).
 """
 
 import operator
@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch._utils import _flatten_dense_tensors
 
-from zero_mini.held import HeldParameter, HiddenParameter, grad_of, plainly, set_data, set_grad
+from zero_mini.binding.parameter import HeldParameter, HiddenParameter, grad_of, plainly, set_data, set_grad
 
 ALIGN = 32  # elements: 128 bytes in fp32, 64 in bf16
 
@@ -86,7 +86,7 @@ class Unit:
     shows_grads: bool = False  # and gradients too, by zero.full_params(grads=True)
     nothing: list[torch.Tensor] = field(default_factory=list)  # one NaN in each parameter's shape: takes no memory
     shown: list[torch.Tensor] = field(default_factory=list)  # what its parameters are now: `nothing`, or views
-    versions: list[int] = field(default_factory=list)  # how often each parameter had been written to (watch.py)
+    versions: list[int] = field(default_factory=list)  # how often each parameter had been written to (binding/watch.py)
 
     def __post_init__(self):
         """Lay the parameters out; allocate nothing."""

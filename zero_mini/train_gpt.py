@@ -16,8 +16,8 @@ there and are read together, every `--log-every` steps. The result depends on th
 for rounding) on the stage or on the number of ranks. What cannot be trained is refused in one line, with status 2,
 before any rank waits for another.
 
-With `--out DIR --save-every 100 --resume auto` a run can be left alone (resume.py): whatever ends it, it goes on from
-its last checkpoint, to the same bits if the number of ranks is the same.
+With `--out DIR --save-every 100 --resume auto` a run can be left alone (trainer/resume.py): whatever ends it, it goes
+on from its last checkpoint, to the same bits if the number of ranks is the same.
 
 Left out: evaluation while training.
 """
@@ -45,14 +45,15 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from zero_mini import text, zeroify
-from zero_mini.activations import checkpoint_blocks, waiting_places
-from zero_mini.checkpoint import CheckpointError, Checkpoints
+from zero_mini import zeroify
+from zero_mini.activations.checkpointing import checkpoint_blocks, waiting_places
+from zero_mini.checkpoint.sharded import CheckpointError, Checkpoints
 from zero_mini.comm import Call
 from zero_mini.ddp import DDP
-from zero_mini.fits import check_memory
-from zero_mini.gpt import GPT, PRESETS, GPTConfig, generate, init_weight, param_groups, parameter_count
-from zero_mini.launch import (
+from zero_mini.trainer import text
+from zero_mini.trainer.fits import check_memory
+from zero_mini.trainer.gpt import GPT, PRESETS, GPTConfig, generate, init_weight, param_groups, parameter_count
+from zero_mini.trainer.launch import (
     OwnRefusal,
     Place,
     Refusal,
@@ -63,11 +64,19 @@ from zero_mini.launch import (
     open_store,
     roll_call,
 )
-from zero_mini.options import Options, parse
-from zero_mini.report import Folder, check_folder, cost_table, host_peak_bytes, load_weights, readable, sent_bytes
-from zero_mini.resume import Saving, go_on, what_must_not_change
-from zero_mini.screen import fill, printable, safe_streams
-from zero_mini.whereabouts import LostRank
+from zero_mini.trainer.options import Options, parse
+from zero_mini.trainer.report import (
+    Folder,
+    check_folder,
+    cost_table,
+    host_peak_bytes,
+    load_weights,
+    readable,
+    sent_bytes,
+)
+from zero_mini.trainer.resume import Saving, go_on, what_must_not_change
+from zero_mini.trainer.screen import fill, printable, safe_streams
+from zero_mini.wire.lost_ranks import LostRank
 
 ABOUT_SLOTS = (
     "communication: the buffers that blocks are gathered into, two of them however many blocks there are, and the "

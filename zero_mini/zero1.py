@@ -20,17 +20,17 @@ unlike ddp.py:
     memory       parameters ####   gradients grow to ####            optimizer #... <-new
 
 Between the step and its unit's next forward a parameter is hidden: its new values may still be on the
-wire, and old ones must not be taken for new. A read waits for them (out_of_turn.py).
+wire, and old ones must not be taken for new. A read waits for them (binding/out_of_turn.py).
 
 Left out: gradients are kept whole although a rank uses 1/N of them. That is stage 2.
 """
 
 import torch
 
+from zero_mini.binding.watch import check_untouched, note_versions
 from zero_mini.comm import Launched
 from zero_mini.ddp import DDP
 from zero_mini.flat import Unit
-from zero_mini.watch import check_untouched, note_versions
 
 
 class Zero1(DDP):

@@ -36,10 +36,10 @@ from dataclasses import dataclass
 
 import torch
 
+from zero_mini.binding.out_of_turn import Copies, forward_is_running, refuse
+from zero_mini.binding.watch import note_versions
 from zero_mini.comm import Launched
 from zero_mini.flat import Unit
-from zero_mini.out_of_turn import Copies, forward_is_running, refuse
-from zero_mini.watch import note_versions
 from zero_mini.zero2 import Zero2
 
 

@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_mini import checks
+from zero_mini.binding import checks
+from zero_mini.binding.hooks import hook_optimizer
+from zero_mini.binding.units import make_units
 from zero_mini.comm import Comm
-from zero_mini.copy_engine import gather_by_copy_engines
 from zero_mini.ddp import DDP
-from zero_mini.hooks import hook_optimizer
-from zero_mini.loss_scale import LossScaler
-from zero_mini.offload import STAGES as OFFLOADED
-from zero_mini.units import make_units
+from zero_mini.update.loss_scale import LossScaler
+from zero_mini.update.offload import STAGES as OFFLOADED
+from zero_mini.wire.copy_engine import gather_by_copy_engines
 from zero_mini.zero1 import Zero1
 from zero_mini.zero2 import Zero2
 from zero_mini.zero3 import Zero3
@@ -103,6 +103,6 @@ def stage_class(stage: int, offload: str | os.PathLike | None) -> Callable[..., 
         return STAGES[stage]
     if offload == "host":
         return OFFLOADED[stage]
-    from zero_mini import disk  # fcntl, which it locks its folder with, is not everywhere
+    from zero_mini.update import disk  # fcntl, which it locks its folder with, is not everywhere
 
     return partial(disk.STAGES[stage], Path(offload))

@@ -2,7 +2,7 @@
 
     10 steps       their losses: every system must train alike (scores.py), and they are the warm-up
     12 steps       timed one by one, with the allocator's peak over all of them
-    1 step         under a profiler (timeline.py), on a GPU
+    1 step         under a profiler (memory/timeline.py), on a GPU
     3 + 5 steps    of one sequence of 64 tokens, on a GPU: it has next to nothing to multiply then, so what
                    a step takes is the host's time, or what parameters alone cost: the wire and the update
 
@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_mini import timeline
 from zero_mini.comparison.systems import Trainee, build
 from zero_mini.comparison.works import Work, batches
-from zero_mini.ranks import own_device
-from zero_mini.report import host_peak_bytes, sent_bytes
+from zero_mini.course.ranks import own_device
+from zero_mini.memory import timeline
+from zero_mini.trainer.report import host_peak_bytes, sent_bytes
 
 GATE_STEPS, TIMED_STEPS, SHORT_WARM_UP, SHORT_STEPS, SHORT_TOKENS = 10, 12, 3, 5, 64
 NEARLY_FREE, PATIENCE_S = 0.9, 30.0

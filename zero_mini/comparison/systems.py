@@ -27,12 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zero_mini import memory, zeroify
+from zero_mini import zeroify
+from zero_mini.binding.units import merge_blocks
 from zero_mini.comparison import ablations
 from zero_mini.comparison.works import ADAMW, Work
 from zero_mini.ddp import DDP
-from zero_mini.gpt import GPT
-from zero_mini.units import merge_blocks
+from zero_mini.memory import formulas
+from zero_mini.trainer.gpt import GPT
 
 UNIT_NUMEL = 25_000_000  # parameters: one block of the 1.5B model, two of 350M, four of 124M
 
@@ -52,7 +53,7 @@ class Trainee:
         if not self.can_be_walked:
             return None
         if self.zero is not None:
-            return sum(memory.walk(self.zero).values())
+            return sum(formulas.walk(self.zero).values())
         tensors = [t for param in self.model.parameters() for t in (param, param.grad) if t is not None]
         inner = getattr(self.optimizer, "optim", self.optimizer)  # ZeroRedundancyOptimizer's own
         for state in inner.state.values() if inner else ():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero_mini.gpt import PRESETS, GPTConfig
+from zero_mini.trainer.gpt import PRESETS, GPTConfig
 
 OURS = ("zero-0", "zero-1", "zero-2", "zero-3")
 PEERS = ("ddp", "ddp-bf16-hook", "ddp-zero1", "fsdp2", "fsdp2-keep", "deepspeed-1", "deepspeed-2", "deepspeed-3")

@@ -1,0 +1,257 @@
+"""The benchmark: what it lets through its gate, what becomes of a run that fails, and what it keeps."""
+
+import json
+import math
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero_mini.comparison import benchmark, measure, scores, systems
+from zero_mini.comparison.systems import SYSTEMS, Trainee, adamw, make_model, stepper
+from zero_mini.comparison.works import ABLATIONS, ON_CPU, WORKS, Work
+from zero_mini.course.ranks import RankError
+from zero_mini.trainer.gpt import GPTConfig
+
+TINY = Work("tiny", GPTConfig(L=3, d=64, heads=2, T=32), batch=4, bf16=False, lr=1e-3)
+
+
+def row(ranks, system: str, work: Work, build=systems.build) -> dict:
+    """Measured on the ranks that all tests share: a fresh group takes seconds."""
+    return scores.merge_ranks(ranks(2).run(measure.measure, system, work, build))
+
+
+@pytest.fixture(scope="module")
+def ddp(ranks) -> dict:
+    return row(ranks, "ddp", TINY)
+
+
+def entry(work: Work, rows: dict[str, dict]) -> dict:
+    return {
+        "machine": {"card": "CPU", "cards": 2, "torch": torch.__version__},
+        "rates": None,
+        "command": "",
+        "work": benchmark.described(work),
+        "systems": rows,
+    }
+
+
+# --- the gate ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", [name for name in ON_CPU if name != "ddp"])
+def test_every_system_trains_as_torch_ddp_does(ranks, ddp, system):
+    found = row(ranks, system, TINY)
+    result = scores.score(entry(TINY, {"ddp": ddp, system: found}))[system]
+    assert "reason" not in result
+    assert found["losses_differ_by"] < 1e-5
+    assert result["ms"] > 0
+
+
+def test_the_losses_fall_by_more_than_the_gate_could_overlook(ddp):
+    assert ddp["losses"][0] - ddp["losses"][-1] > 0.5
+
+
+def unreduced(system: str, work: Work, device: torch.device) -> Trainee:
+    model = make_model(work, device)
+    return Trainee(model, stepper(model, adamw(model, work)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(lambda s, work, device: systems.build(s, replace(work, lr=2 * work.lr), device), id="lr doubled"),
+        pytest.param(unreduced, id="gradients stay with their rank"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_system_that_trains_otherwise_shows_no_speed(ranks, ddp, wrong, precision):
+    found = row(ranks, "zero-2", TINY, wrong)
+    result = scores.score(entry(replace(TINY, bf16=precision == "bf16"), {"ddp": ddp, "zero-2": found}))["zero-2"]
+    assert result["reason"].startswith("losses differ by")
+    assert result["reason"].endswith("from those of ddp")
+    assert "ms" not in result
+
+
+def test_losses_that_are_not_numbers_fail_the_gate(ddp):
+    broken = ddp | {"losses": ddp["losses"][:-1] + [math.nan]}
+    assert "losses differ by inf" in scores.score(entry(TINY, {"ddp": ddp, "zero-2": broken}))["zero-2"]["reason"]
+
+
+def test_without_a_reference_nothing_shows_a_speed(ddp):
+    result = scores.score(entry(TINY, {"zero-3": dict(ddp)}))["zero-3"]
+    assert result["reason"].startswith("losses not checked")
+
+
+@pytest.mark.parametrize("change", [{"checkpointing": True}, {"bf16": True}])
+@pytest.mark.parametrize("system", ["zero-3", "fsdp2"])
+def test_checkpointing_changes_nothing_and_bf16_little(ranks, ddp, change, system):
+    found = row(ranks, system, replace(TINY, **change))
+    assert scores.distance(found["losses"], ddp["losses"]) < (0.03 if "bf16" in change else 1e-5)
+
+
+# --- ablations --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ablation", [name for name in ABLATIONS if name.startswith("zero-3 ")])
+def test_an_ablation_computes_what_stage_3_does_to_the_bit(ranks, ablation):
+    stage_3, other = row(ranks, "zero-3", TINY), row(ranks, ablation, TINY)
+    assert other["losses"] == stage_3["losses"]
+    gathers_more = ablation == "zero-3 storage resize"  # it gives back what stage 3 finds in its slots again
+    assert (other["wire_bytes"] > stage_3["wire_bytes"]) == gathers_more
+    assert (other["state_bytes"] < stage_3["state_bytes"]) == gathers_more
+
+
+def test_after_an_ablation_stage_3_is_itself_again(ranks):
+    def kinds():
+        device, names = torch.device("cpu"), []
+        for system in ("zero-3 no prefetch", "zero-3"):
+            names.append(type(systems.build(system, TINY, device).zero).__name__)
+        return names
+
+    assert ranks(2).run(kinds)[0] == ["NoPrefetch", "Zero3"]
+
+
+# --- runs that fail ---------------------------------------------------------------------------
+
+
+def fails_for_zero_2(system: str, work: Work, device: torch.device) -> Trainee:
+    if system == "zero-2":
+        raise RuntimeError("no such thing. Advice follows")
+    return systems.build(system, work, device)
+
+
+def test_a_run_that_raises_is_a_row_with_its_reason_and_the_others_go_on(monkeypatch, capfd):
+    monkeypatch.setattr(benchmark, "missing", lambda system: "deepspeed" if system.startswith("deepspeed") else None)
+    names = ["zero-2", "deepspeed-2", "ddp"]
+    rows = benchmark.compare(TINY, names, rounds=1, ranks=2, limit_s=100, build=fails_for_zero_2)
+    assert list(rows) == names
+    assert rows["zero-2"] == {"failed": "ranks 0, 1 raised RuntimeError: no such thing"}
+    assert rows["deepspeed-2"] == {"failed": "deepspeed is not installed"}
+    assert len(rows["ddp"]["step_ms"]) == measure.TIMED_STEPS
+    printed = scores.table("tiny", entry(TINY, rows))
+    assert all(reason["failed"] in printed for reason in list(rows.values())[:2])
+    assert "1.00" in printed  # ddp is as fast as ddp
+    assert "tiny, round 1 of 1, ddp:" in capfd.readouterr().out
+
+
+def leaves_its_number_and_sleeps(system: str, work: Work, device: torch.device) -> Trainee:
+    Path(system, str(os.getpid())).touch()
+    time.sleep(1000)
+
+
+def test_a_run_past_its_limit_is_killed(tmp_path):
+    found = benchmark.in_a_fresh_group(2, 3, measure.measure, str(tmp_path), TINY, leaves_its_number_and_sleeps)
+    assert found == "ranks 0, 1 did not finish within 3 s"
+    numbers = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(numbers) == 2
+    for number in numbers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(number, 0)
+
+
+def test_memory_that_runs_out_is_said_in_three_words(monkeypatch):
+    def run(*_, **__):
+        raise RankError("rank 1 raised torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", 1)
+
+    monkeypatch.setattr(benchmark, "run", run)
+    assert benchmark.attempt("zero-0", TINY, 2, 1) == {"failed": "out of memory"}
+
+
+def test_systems_take_turns(monkeypatch):
+    order = []
+
+    def attempt(system, *_):
+        order.append(system)
+        return {"step_ms": [1.0], "losses": [1.0]}
+
+    monkeypatch.setattr(benchmark, "attempt", attempt)
+    rows = benchmark.compare(TINY, ["zero-0", "ddp"], rounds=2, ranks=2, limit_s=1)
+    assert order == ["zero-0", "ddp", "zero-0", "ddp"]
+    assert rows["ddp"]["round_medians_ms"] == [1.0, 1.0]
+
+
+# --- what is kept -----------------------------------------------------------------------------
+
+
+def invented(ms: float, **more) -> dict:
+    return {"step_ms": [ms, ms], "losses": [3.0, 2.0], **more}
+
+
+def test_speed_json_is_merged_by_work_and_by_system_on_the_same_machine(tmp_path):
+    cpu, other = entry(TINY, {"ddp": invented(10), "zero-2": invented(8)}), entry(TINY, {"ddp": invented(5)})
+    benchmark.save(tmp_path, "other", other)
+    benchmark.save(tmp_path, "cpu", cpu)
+    shown = benchmark.save(tmp_path, "cpu", entry(TINY, {"zero-2": invented(4)}))
+    kept = json.loads((tmp_path / "speed.json").read_text())["works"]
+    assert list(kept) == ["other", "cpu"]
+    assert kept["cpu"] == json.loads(json.dumps(shown))
+    assert kept["cpu"]["scores"]["zero-2"]["x_ddp"] == pytest.approx(2.5)
+    assert kept["other"]["systems"]["ddp"]["step_ms"] == [5, 5]
+
+    elsewhere = entry(TINY, {"ddp": invented(1)})
+    elsewhere["machine"]["card"] = "another"
+    benchmark.save(tmp_path, "cpu", elsewhere)
+    kept = json.loads((tmp_path / "speed.json").read_text())["works"]
+    assert list(kept["cpu"]["systems"]) == ["ddp"]
+    assert [path.name for path in tmp_path.iterdir()] == ["speed.json"]
+
+
+def test_scores_and_floors_of_invented_numbers():
+    work = replace(WORKS["124M batch 32"], batch=1)
+    told = entry(work, {"ddp": invented(100.0), "zero-3": invented(50.0), "plain": invented(40.0)})
+    told["machine"]["card"] = "NVIDIA H100 80GB HBM3"
+    told["rates"] = {"matmul_flops": 1e15, "copy_bytes": 1e12, "all_reduce_bytes": 1e11}
+    psi, flops = told["work"]["psi"], told["work"]["flops_per_token"]
+    result = scores.score(told)
+    assert result["zero-3"]["tokens_s"] == pytest.approx(1024 / 0.050)
+    assert result["zero-3"]["tflops"] == pytest.approx(1024 / 0.050 * flops / 1e12)
+    assert result["zero-3"]["mfu"] == pytest.approx(1024 / 0.050 * flops / 989e12)
+    assert result["zero-3"]["x_ddp"] == pytest.approx(2.0)
+    assert result["zero-3"]["of_plain"] == pytest.approx(0.8)
+    compute, update, wire = 1024 * flops / 1e15, 28 * psi / 2 / 1e12, 6 * psi / 2 / 1e11
+    assert wire > compute
+    assert result["zero-3"]["x_floor"] == pytest.approx(0.050 / (wire + update))
+    assert scores.floor_parts_s("plain", told)["floor"] == pytest.approx(compute)
+    assert "floor of zero-3" in scores.table("x", told)
+
+
+def test_every_work_asks_for_systems_that_exist_and_for_one_to_compare_with():
+    for name, work in WORKS.items():
+        assert set(work.systems) <= set(SYSTEMS), name
+        assert set(work.systems) & set(scores.REFERENCES), name
+
+
+def test_a_work_for_gpus_is_refused_where_there_is_none(monkeypatch, capsys):
+    """It would try to train 1.5 billion parameters on the CPU, once for each system."""
+    for gpus in (0, 2):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert benchmark.parse(["--work", "cpu"]).work == ["cpu"]
+    assert benchmark.parse(["--work", "1.5B"]).ranks == 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--work", "cpu", "1.5B"])
+    assert '--work "1.5B" is for GPUs, and torch finds none here; --work cpu runs' in capsys.readouterr().err
+
+
+def test_the_picture_shows_every_system_or_the_reason(tmp_path):
+    pytest.importorskip("matplotlib")
+    from zero_mini.course.plots import speed
+
+    rows = {"ddp": invented(9, peak_bytes=2**33), "zero-2": invented(8), "fsdp2": {"failed": "out of memory"}}
+    benchmark.save(tmp_path, "cpu", entry(TINY, rows | {"plain": invented(5)}))
+    benchmark.draw(tmp_path)
+    assert (tmp_path / "speed.png").stat().st_size > 10_000
+    figure = speed.draw(json.loads((tmp_path / "speed.json").read_text())["works"])
+    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert {"out of memory", "8 GiB", "plain "} <= set(texts)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["ddp", "zero-2", "fsdp2"]
+
+
+def test_without_matplotlib_one_line_says_what_to_install(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: None)
+    benchmark.draw(tmp_path)
+    assert capsys.readouterr().out.count("\n") == 1

@@ -1,0 +1,265 @@
+"""Activation checkpointing: keep a function's inputs, and compute its activations again when backward needs them.
+
+Source: Chen et al., arXiv 1604.06174; arXiv 1910.02054, section 3.2 (activations), 6.1 (P_a+cpu: on_host.py).
+
+    activations, L equal blocks   L inputs + one block, in place of L blocks
+    FLOPs                         at most a third more: forward is run twice
+
+    forward    x0 [block] x1 [block] x2 [block]     an operation saves a tensor: the graph gets a `Saved`, empty
+    backward                        x2 [block] <-   the first `Saved` that is asked for runs the block again,
+                         x1 [block] <-              which fills all of them; each is emptied as it is used
+               x0 [block] <-
+
+The graph stays the one that forward built; only what its nodes saved is replaced. So the gradients of parameters,
+`torch.autograd.grad`, hooks on tensors, retain_graph, create_graph and outputs of any structure work as without
+checkpointing. The other design, a backward inside the backward, needs a dummy input where only parameters require a
+gradient, cannot serve `autograd.grad`, and brings a gradient in two parts if a parameter is used in two checkpoints.
+
+The second run meets what the first one met: random states (CPU, and each CUDA device of the inputs and the current
+one), autocast, the inputs. It stops at the last tensor that was saved: in a transformer's block without dropout
+that leaves out the last matrix product. What differs all the same raises, as far as what was saved can show it.
+
+Under ZeRO, `checkpoint_blocks` wraps a block's `forward`, inside the hooks of its unit: to a stage the second run is a
+part of the unit's backward, so every stage launches the collectives that it launches without checkpointing, in the
+same order. A `checkpoint` around whole modules runs their hooks again: around one unit or two stage 3 gathers nothing
+more, two slots hold them; around more it gathers each of them at most once more.
+
+Left out: states of other random generators, tensors inside arguments that are objects, functions whose backward
+runs on several GPUs at once, torch.compile around a checkpoint (inside one it works).
+"""
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from zero_mini.activations.on_host import HostMemory
+from zero_mini.binding.units import find_blocks
+from zero_mini.memory.fragmentation import Arena
+
+
+def checkpoint(function: Callable, *args: Any, host: HostMemory | Arena | None = None, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, whose activations are not kept but computed again in backward.
+
+    Values and gradients are those of a plain call, to the bit. Tensors may be nested in tuples, lists and dicts, in
+    arguments and results alike. With `host`, inputs that the graph computed wait there (HostMemory, Arena). The
+    function must do the same when it is run again; without gradients (no_grad) it is simply called. An argument of
+    the function's own that is called `host` can be bound by functools.partial.
+
+    RuntimeError if an input is changed in place before its use in backward, by the function or later, or if the
+    second run saves other tensors than the first; torch's own for a second backward without retain_graph.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    call = CheckpointedCall(function, Inputs(args, kwargs, host))
+    with saved_tensors_hooks(call.pack, call.unpack):
+        outputs = function(*args, **kwargs)
+    call.inputs.check_unchanged()
+    return outputs
+
+
+def checkpoint_blocks(
+    model: nn.Module | Sequence[nn.Module], every: int = 1, keep: str | HostMemory | Arena = "device"
+) -> list[nn.Module]:
+    """Checkpoint blocks 0, `every`, 2 `every`, ... of the model from now on; returns these blocks.
+
+    model   a model, of which the repeated blocks are taken (units.find_blocks), or the blocks in order.
+    keep    where their inputs wait for backward: "device", "host" (on_host.py), or an Arena
+            (memory/fragmentation.py).
+
+    It replaces `block.forward`, before or after zeroify() alike; `del block.forward` undoes it. ValueError if there is
+    no such block, or one is checkpointed already.
+    """
+    blocks = [block for _, block in find_blocks(model)] if isinstance(model, nn.Module) else list(model)
+    if not blocks:
+        raise ValueError("found no repeated blocks (children of ModuleLists and Sequentials); pass them as a list")
+    if every < 1 or (isinstance(keep, str) and keep not in ("device", "host")):
+        raise ValueError(f"need every >= 1 and keep 'device', 'host' or an Arena (got {every} and {keep!r})")
+    chosen = blocks[::every]
+    for block in chosen:
+        if getattr(vars(block).get("forward"), "func", None) is checkpoint:
+            raise ValueError(f"a {type(block).__name__} is checkpointed already; `del block.forward` undoes that")
+    host = {"device": None, "host": HostMemory()}[keep] if isinstance(keep, str) else keep
+    for block in chosen:
+        block.forward = partial(checkpoint, block.forward, host=host)
+    return chosen
+
+
+def waiting_places(model: nn.Module) -> list[HostMemory | Arena]:
+    """Where inputs of the model's checkpointed blocks wait, if that is not where autograd keeps tensors."""
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    places = [forward.keywords["host"] for forward in forwards if getattr(forward, "func", None) is checkpoint]
+    return [place for place in dict.fromkeys(places) if place is not None]
+
+
+class Saved:
+    """What the graph holds in place of one tensor that an operation saved for backward."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.storage, self.version = weakref.ref(tensor.untyped_storage()), tensor._version
+        self.tensor: Tensor | None = None  # between the second run and its use
+
+    def fill(self, tensor: Tensor, number: int, total: int) -> Tensor:
+        """Take the tensor of the second run; returns it without its graph."""
+        if (self.shape, self.dtype, self.device) != (tensor.shape, tensor.dtype, tensor.device):
+            raise RuntimeError(
+                f"checkpoint: of {total} tensors that the function saved for backward, number {number} was "
+                f"{in_words(self)} in forward and is {in_words(tensor)} in the second run; it must do the same in "
+                "both, and depend on nothing that changes in between"
+            )
+        if self.version != tensor._version and self.storage() is tensor.untyped_storage():  # a parameter, say
+            raise RuntimeError(
+                f"checkpoint: of {total} tensors that the function saved for backward, number {number}, "
+                f"{in_words(tensor)}, was changed in place: it had version {self.version} in forward and has "
+                f"{tensor._version} in backward; change it after backward"
+            )
+        self.tensor, self.version = tensor.detach(), tensor._version
+        return self.tensor
+
+    def take(self) -> Tensor:
+        """The tensor, which from now on only its user keeps alive."""
+        tensor, self.tensor = self.tensor, None
+        if tensor._version != self.version:
+            raise RuntimeError(
+                f"checkpoint: a tensor saved for backward, {in_words(tensor)}, was changed in place: "
+                f"it had version {self.version} when it was saved and has {tensor._version} now; clone() it first"
+            )
+        return tensor
+
+
+class LastOneSaved(BaseException):
+    """Ends the second run: nobody needs what would follow. Not for the function to catch."""
+
+
+class CheckpointedCall:
+    """One call of a checkpointed function, alive for as long as the graph holds a tensor that it saved."""
+
+    def __init__(self, function: Callable, inputs: "Inputs") -> None:
+        self.function, self.inputs, self.conditions = function, inputs, Conditions(inputs.devices)
+        self.saved: list[weakref.ref[Saved]] = []  # in order; the graph lets go of those it has used
+
+    def pack(self, tensor: Tensor) -> tuple["CheckpointedCall", Saved]:
+        saved = Saved(tensor)
+        self.saved.append(weakref.ref(saved))
+        return self, saved
+
+    @staticmethod
+    def unpack(packed: tuple["CheckpointedCall", Saved]) -> Tensor:
+        call, saved = packed
+        if saved.tensor is None:
+            call.run_again()
+        return saved.take()
+
+    def run_again(self) -> None:
+        """Fill every `Saved` that is still waited for."""
+        numbers, total = itertools.count(1), len(self.saved)
+
+        def fill(tensor: Tensor) -> Tensor:
+            number = next(numbers)
+            saved = self.saved[number - 1]() or Saved(tensor)  # nobody waits for it
+            tensor = saved.fill(tensor, number, total)
+            if number == total:
+                raise LastOneSaved
+            return tensor
+
+        self.inputs.check_unchanged()
+        args, kwargs = self.inputs.again()
+        try:
+            with self.conditions.again(), torch.enable_grad(), saved_tensors_hooks(fill, lambda tensor: tensor):
+                self.function(*args, **kwargs)
+        except LastOneSaved:
+            return
+        raise RuntimeError(
+            f"checkpoint: the function saved {total} tensors for backward in forward and {next(numbers) - 1} in the "
+            "second run; it must do the same in both, and depend on nothing that changes in between"
+        )
+
+
+class Inputs:
+    """The arguments of a call. Their tensors wait where autograd saves tensors, or in host memory."""
+
+    def __init__(self, args: tuple, kwargs: dict, host: HostMemory | Arena | None) -> None:
+        self.leaves, self.tree = tree_flatten((args, kwargs))
+        # Tensors of inference mode can be neither saved nor followed: they stay in `leaves`, as numbers and strings do.
+        is_kept = [isinstance(leaf, Tensor) and not leaf.is_inference() for leaf in self.leaves]
+        tensors = {index: leaf for index, leaf in enumerate(self.leaves) if is_kept[index]}
+        self.devices = {tensor.device for tensor in tensors.values()}
+        self.versions = [(weakref.ref(tensor), tensor._version) for tensor in tensors.values()]
+        # What the graph did not compute (weights, token ids, masks) stays alive, and where it is, with its maker.
+        leaving = {index: tensor for index, tensor in tensors.items() if host and tensor.grad_fn is not None}
+        staying = {index: tensor for index, tensor in tensors.items() if index not in leaving}
+        for index in tensors:
+            self.leaves[index] = None
+        self.order = [*staying, *leaving]
+        self.keeper = Keep.apply(torch.empty(0, requires_grad=True), *staying.values())
+        self.host, self.parcel = host, host.put(list(leaving.values())) if leaving else None
+
+    def check_unchanged(self) -> None:
+        """RuntimeError if one of the tensors has been written to; what is no longer alive cannot have been."""
+        for number, (reference, version) in enumerate(self.versions):
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                raise RuntimeError(
+                    f"checkpoint: tensor {number} of the arguments, {in_words(tensor)}, was changed in place: "
+                    f"it had version {version} when the function was called and has {tensor._version} "
+                    "now, so the second run would meet other values; clone() it before it is changed"
+                )
+
+    def again(self) -> tuple[tuple, dict]:
+        """The same args and kwargs."""
+        moved = [] if self.parcel is None else [tensor.requires_grad_() for tensor in self.host.take(self.parcel)]
+        leaves = list(self.leaves)
+        for index, tensor in zip(self.order, [*self.keeper.grad_fn.saved_tensors, *moved]):
+            leaves[index] = tensor
+        return tree_unflatten(leaves, self.tree)
+
+
+class Keep(torch.autograd.Function):
+    """A node beside the graph that saves tensors, so that a checkpoint around this one replaces these as well."""
+
+    @staticmethod
+    def forward(ctx, nothing: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return nothing.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Never called: the result is used by nobody."""
+
+
+class Conditions:
+    """What a run depends on beside its arguments: random states, and autocast."""
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        gpus = {device.index for device in devices if device.type == "cuda"}
+        if torch.cuda.is_initialized():
+            gpus.add(torch.cuda.current_device())
+        self.cpu, self.gpus = torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
+            for kind in ("cpu", *(["cuda"] if gpus else []))
+        ]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Restore them; afterwards, what was there before."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(list(self.gpus)))
+            for state in self.autocast:
+                stack.enter_context(torch.autocast(*state))
+            torch.set_rng_state(self.cpu)
+            for gpu, state in self.gpus.items():
+                torch.cuda.set_rng_state(state, gpu)
+            yield
+
+
+def in_words(tensor: Tensor | Saved) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"

@@ -1,0 +1,137 @@
+"""What ranks tell each other once a step: a few numbers between hosts, before the optimizer changes anything.
+
+    digest   of all collectives so far: did every rank launch the same ones, in the same order?            (comm.py)
+    options  of all param groups but tensors: does every rank update with the same learning rate?
+    written  a bit a unit: someone has written to its parameters, so the ranks compare their values
+    late     a bit a unit: gradients came that no flat buffer has taken, as the model's modules were called without the
+             model's own forward. All ranks reduce such a unit now
+    used     a bit a parameter: has this rank brought a gradient to it since zero_grad()? What no rank used is left
+             alone by the optimizer, as torch leaves a gradient that is None
+
+The numbers are integers on the host; on GPUs nothing waits for the device.
+"""
+
+import zlib
+
+import torch
+from torch.utils._pytree import tree_iter
+
+from zero_mini.binding import pieces, watch
+from zero_mini.flat import Unit, count_none
+
+BITS = 63  # of an int64, without its sign
+
+
+def agree(zero) -> None:
+    """Compare digests and options, reduce what came late, and know what was used. RuntimeError. Collective."""
+    late = []
+    for unit in zero.trainable:
+        watch.check_reduced(unit)
+        grads = unit.grads()
+        if count_none(grads) < len(grads):
+            zero.check_late(unit)
+            unit.note_used(grads)
+            late.append(unit)
+    mine = []
+    for unit in zero.units:
+        mine += [(unit in late, 1), (watch.check_untouched(unit), 1), (unit.used, len(unit.params))]
+    options = options_of(zero.optimizer)
+    checksum = zlib.crc32(repr(options).encode())
+    rows = zero.comm.agree([checksum, *pack(mine)])
+    if any(row[0] != checksum for row in rows):
+        refuse_other_options(zero, options)
+    bits = unpack([row[1:] for row in rows])
+    is_late, is_written = {}, {}
+    for unit in zero.units:
+        is_late[unit], is_written[unit], bits = bits & 1, bits >> 1 & 1, bits >> 2
+        unit.used_anywhere, bits = bits & (1 << len(unit.params)) - 1, bits >> len(unit.params)
+    compare_values(zero, [unit for unit in zero.units if is_written[unit]])
+    for unit in reversed(zero.trainable):
+        if is_late[unit]:
+            unit.take_grads(zero.master_dtype)
+            zero.send(unit)
+            zero.means_due = True
+    for unit in zero.trainable:
+        if unit.holds_gradient:
+            leave_unused_alone(zero, unit)
+
+
+def leave_unused_alone(zero, unit: Unit) -> None:
+    """No gradient for a unit that no rank used; pieces of their own for parameters that no rank used in it."""
+    if unit.used_anywhere == 0:
+        zero.at_hand(unit)
+        unit.own_grad = None
+        return
+    unused = {index for index in range(len(unit.params)) if not unit.used_anywhere >> index & 1}
+    mixed = set()
+    for run in unit.runs[unit.P] if unused else ():
+        members = set(range(run.first, run.after))
+        if not members <= unused:
+            mixed |= members & unused
+    if mixed:
+        pieces.set_apart(zero, unit, mixed)
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """What param groups say besides parameters; tensors stay out of it, since the host would wait for the device."""
+    return {
+        f"{key} of param group {index}": repr(value)
+        for index, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key != "params" and not any(isinstance(leaf, torch.Tensor) for leaf in tree_iter(value))
+    }
+
+
+def refuse_other_options(zero, options: dict[str, str]) -> None:
+    """RuntimeError, on every rank, that names the option, the ranks and the values."""
+    everyone = zero.comm.host_gather(options)
+    for rank, other in enumerate(everyone):
+        for name in everyone[0] | other:
+            ours, theirs = everyone[0].get(name, "missing"), other.get(name, "missing")
+            if ours != theirs:
+                raise RuntimeError(
+                    f"{name} is {ours} on rank 0 but {theirs} on rank {rank}: set it alike on every rank; a scheduler "
+                    "that looks at the loss needs the mean over ranks"
+                )
+
+
+def compare_values(zero, units: list[Unit]) -> None:
+    """RuntimeError, on every rank, if these units were written to and are not the same everywhere."""
+    if not units:
+        return
+    mine = [zlib.crc32(unit.full.detach().cpu().view(torch.uint8).numpy()) for unit in units]
+    first, *others = zero.comm.host_gather(mine)
+    for rank, theirs in enumerate(others, start=1):
+        for unit, one, other in zip(units, first, theirs):
+            if one != other:
+                raise RuntimeError(
+                    f"parameters of {unit.name} were written to after zeroify(), and rank 0 and rank {rank} have other "
+                    "values now: write under zero.full_params(), where rank 0's values count, or alike on every rank"
+                )
+    for unit in units:
+        watch.note_versions(unit)
+
+
+def pack(numbers: list[tuple[int, int]]) -> list[int]:
+    """[(number, its width in bits)] -> words of BITS bits, the first number lowest.
+
+    >>> pack([(1, 1), (0b10, 2)])
+    [5]
+    """
+    bits = width = 0
+    for number, its_width in numbers:
+        bits |= number << width
+        width += its_width
+    return [bits >> start & (1 << BITS) - 1 for start in range(0, width, BITS)]
+
+
+def unpack(rows: list[list[int]]) -> int:
+    """The words of each rank -> all their bits, or-ed.
+
+    >>> unpack([[5, 1], [2, 0]]) == 7 + (1 << BITS)
+    True
+    """
+    merged = 0
+    for row in rows:
+        merged |= sum(word << index * BITS for index, word in enumerate(row))
+    return merged

@@ -1,0 +1,258 @@
+"""How fast is it? Every stage beside torch's DDP and FSDP2 and DeepSpeed, and beside what the machine can do.
+
+    python zero_mini/comparison/benchmark.py --work cpu                   two ranks on a CPU, about two minutes
+    python zero_mini/comparison/benchmark.py --work "1.5B" --out DIR      all GPUs of this machine
+    python zero_mini/comparison/benchmark.py --work "1.5B" --systems zero-3 fsdp2 --rounds 3 --out DIR
+
+Each row is a fresh group of processes, so that no system inherits another's memory or caches; in several rounds
+the systems take turns, so that a machine that grows warm does so for all of them. A run that fails, or takes longer
+than its limit, becomes a row with the reason. A system that does not train as torch DDP does shows no speed.
+
+    comparison/    what is trained, by which systems, how it is measured and judged
+    memory/timeline.py    traces of a GPU
+    plots/         the picture
+
+DIR/speed.json keeps every number, with machine and rates for each work; another invocation replaces what it measures
+again (all of a work's rows, if the machine is another) and keeps the rest. DIR/speed.png is drawn from it.
+
+Where the time goes, from the profiled step of each row (its "timeline" in speed.json), ms. Of the time over "plain",
+forward and backward alone: the update, copies (casts into slots, gradients into flat buffers), products and attention
+that shared the GPU with a collective, wire that nothing hid, and the GPU waiting for its host.
+
+    work, system              step   plain   update   copies   products   attention   wire   idle   host
+    -----------------------   ----   -----   ------   ------   --------   ---------   ----   ----   ----
+    1.5B, zero-0               198     177       15        3          6           2      1      4    118
+    1.5B, zero-1               191     177        8        3         15           1      5      4    125
+    1.5B, zero-2               192     177        7        3          4           2      6      5    155
+    1.5B, zero-3               195     177        7        6          3           2      2      4    139
+    350M batch 8, zero-0        51      47        2        1          0           0      2     17     53
+    350M batch 8, zero-3        59      47        1        1          9           0     15      4     68
+    1.5B checkpointed, zero-3  416     401        5        5         -1          -1      4     35    330
+    1.5B compiled, zero-0      185     168       11        2         33           1     38     13    173
+    1.5B compiled, zero-1      194     168        6        2         35           1     11     13    181
+    1.5B compiled, zero-2      196     168        5        2         -2          -1     10     83    202
+    1.5B compiled, zero-3      212     168        5        5         24           0     14     65    224
+
+(1.5B on 2 x H100, the others on 2 x H200. "host": the time of a step with next to nothing to multiply.)
+
+So what a stage loses to plain is the update, which is a part of training, and the copies; 350M at
+batch 8 ends where the host does: at stage 3 it launches a step in 68 ms, longer than what the GPU computes. With
+checkpointing plain itself is 401 ms, and FSDP2's step 425: nothing could be more than 1.06 x as fast as that.
+The compiled rows come from a host that was slower than the GPUs (profiled, so slower still, a step took 231 to 275 ms):
+a rank that is late makes the other one's collective long. On a faster host, in a run of stages 1 and 3 only, they took
+180 and 183 ms beside a plain 167, which is 0.927 and 0.911 of it.
+
+What was tried, on that work unless another is named (ms a step; before -> after within one run on one machine)
+
+    change                                     predicted          measured                            kept
+    -----------------------------------------  -----------------  ----------------------------------  --------
+    AdamW in one pass (update/one_pass.py): 28 bytes  -4.5 ms sharded,   the update and its casts 12.2 ->    yes
+      a parameter instead of 40                -9 ms at stage 0   7.3; stage 3 205.7 -> 199.5
+    gathers by copy engines (wire/copy_engine.py)   -8 ms, stage 3     201.2 -> 198.7, ablation: -2.3; the where a
+                                                                  host up to 0.4 ms a gather slower   unit has
+                                                                                                      30M
+    units of several blocks, 350M batch 8      -10 ms, stage 3:   stage 3 75.2 -> 55.9; stage 0       yes
+                                               half the calls     65.9 -> 60.9                        (units=)
+    a reduction is sent half-way through the   -5 ms: it meets    matrix products 117 -> 112 in the   yes
+      next unit's backward                     attention, not a   profile of stage 0; ablation: -3.9
+                                               matrix product
+    gradients into the flat buffer by one cat  -0.2 ms            a block 61 -> 57 us                 yes
+      instead of a foreach copy
+    fewer thread blocks for NCCL (4, 8, 16)    -3 ms: fewer       stage 3 214, 208, 207 against 207   no
+                                               products disturbed
+    NCCL's kernels on symmetric memory         -3 ms: shorter     a gather 168 -> 105 us alone, but   no
+                                                                  disturbs as much as before
+    reductions as all-to-all by copy engines   -4 ms, 0.2 GiB     120 us a unit less in the way of    no:
+      and a sum of one's own                   more               products, 30 us for the sum (alone) memory
+    torch.compile of each block's forward      a ceiling of 10 %  one graph for all blocks; batch 16  --
+                                                                  with a compiled loss: 49.8 % MFU
+
+The ablations can be repeated (--work ablations; ablations.py): each is stage 3 with one decision taken
+otherwise. In one run on 2 x H200 stage 3 took 185.9 ms (DDP 219.2, forward and backward alone 169.3), and
+
+    no prefetch                                192.3    each block waits for its gather
+    two communicators instead of copy engines  190.8    a gather need not wait for a reduction, but both take SMs
+    reductions at once                         189.8    as soon as a block's gradients are there
+    gathers as kernels                         188.2    on one communicator
+    storage resize instead of two slots        187.2    and 0.13 GiB less: the second slot
+
+Small blocks are another matter: with 350M parameters and batch 8 a GPU finishes before its host has launched the next
+block's kernels (zero-3 is 17 % behind zero-0 there, level with it at batch 32). There, and for FSDP2 and DeepSpeed most
+of all, rows follow the host's speed. CUDA graphs would help such works, and only such: forward and backward alone, as
+one captured graph on one H100, take 49.4 ms in place of 50.1 (350M, batch 8), 23.5 of 24.0 (124M), 176.5 of 177.8
+(1.5B). That is the most they could bring where a host is this fast, so hooks and collectives were not captured.
+
+With the optimizer in host memory (--work "1.5B offload", one H100, 16 cores) a step is the CPU's update. What was tried
+there, ms of the update: the optimizer's own step over whole units about 900 (each fp32 gradient is new memory then,
+whose pages the system has to give); in parts of 2^20, 2^21, 2^22, 2^23, 2^25 elements, with one buffer for the gradient
+of a part, 699, 635, 573, 552, 591. 2^23 is kept.
+
+Left out: several hosts; tuning of the peers beyond what their documentation says.
+"""
+
+import sys
+from pathlib import Path
+
+if not __package__:
+    # A script has its own folder first on sys.path, where `import zero_mini` finds nothing, or another installed
+    # copy. What it needs is the folder around the package.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from zero_mini.comparison import measure, scores
+from zero_mini.comparison.systems import SYSTEMS, build, missing
+from zero_mini.comparison.works import WORKS, Work
+from zero_mini.course.ranks import RankError, run
+from zero_mini.trainer.gpt import flops_per_token, parameter_count
+from zero_mini.trainer.launch import first_line
+
+
+def in_a_fresh_group(ranks: int, limit_s: float, function: Callable, *args: object) -> list | str:
+    """`function(*args)` on new processes; each rank's result, or in one line why there is none."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # what ranks print when they are ended
+            return run(function, ranks, *args, timeout_s=limit_s)
+    except RankError as error:
+        print(error, file=sys.stderr)
+        if "OutOfMemoryError" in first_line(error):
+            return "out of memory"
+        return first_line(error).partition(". ")[0]
+
+
+def attempt(system: str, work: Work, ranks: int, limit_s: float, build: Callable = build) -> dict:
+    """One run of one system: its row, or {"failed": reason}."""
+    if package := missing(system):
+        return {"failed": f"{package} is not installed"}
+    found = in_a_fresh_group(ranks, limit_s, measure.measure, system, work, build)
+    return {"failed": found} if isinstance(found, str) else scores.merge_ranks(found)
+
+
+def compare(
+    work: Work, systems: Sequence[str], rounds: int, ranks: int, limit_s: float, build: Callable = build
+) -> dict[str, dict]:
+    """All rows of a work. In each round every system has its turn."""
+    runs: dict[str, list[dict]] = {system: [] for system in systems}
+    for number in range(1, rounds + 1):
+        for system in systems:
+            row = attempt(system, work, ranks, limit_s, build)
+            runs[system].append(row)
+            result = row.get("failed") or f"{median(row['step_ms']):.1f} ms"
+            print(f"{work.name}, round {number} of {rounds}, {system}: {result}", flush=True)
+    return {system: scores.merge_rounds(rows) for system, rows in runs.items()}
+
+
+def described(work: Work) -> dict:
+    """What a reader of the JSON needs to know of a work."""
+    return {
+        "model": {"L": work.config.L, "d": work.config.d, "heads": work.config.heads, "vocab": work.config.vocab},
+        "batch": work.batch,
+        "sequence_length": work.config.T,
+        "tokens": work.tokens,
+        "precision": "bf16" if work.bf16 else "fp32",
+        "checkpointing": work.checkpointing,
+        "compiled": work.compiled,
+        "fused_loss": work.fused_loss,
+        "lr": work.lr,
+        "psi": parameter_count(work.config),
+        "flops_per_token": flops_per_token(work.config),
+    }
+
+
+def merge(kept: dict, name: str, entry: dict) -> dict:
+    """`kept` with a work's new entry. Rows of it that were not measured again stay if the machine is the same.
+
+    >>> old = {"works": {"cpu": {"machine": 1, "work": {}, "systems": {"ddp": "old", "plain": "old"}}, "1.5B": {}}}
+    >>> new = {"machine": 1, "work": {}, "systems": {"ddp": "new"}}
+    >>> merge(old, "cpu", new)["works"]["cpu"]["systems"], list(merge(old, "cpu", new)["works"])
+    ({'ddp': 'new', 'plain': 'old'}, ['cpu', '1.5B'])
+    """
+    before = kept.get("works", {}).get(name)
+    if before and (before["machine"], before["work"]) == (entry["machine"], entry["work"]):
+        rows = before["systems"] | entry["systems"]
+        entry = entry | {"systems": {system: rows[system] for system in SYSTEMS if system in rows}}
+    return {"works": kept.get("works", {}) | {name: entry}}
+
+
+def save(folder: Path, name: str, entry: dict) -> dict:
+    """Merge a work's entry into DIR/speed.json, whole or not at all; the entry as it stands there."""
+    path = folder / "speed.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = merge(json.loads(path.read_text()) if path.exists() else {}, name, entry)
+    entry = kept["works"][name]
+    entry["scores"] = scores.score(entry)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(kept, indent=1) + "\n")
+    os.replace(unfinished, path)
+    return entry
+
+
+def draw(folder: Path) -> None:
+    """DIR/speed.png, if there is something to draw with."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no picture: matplotlib is not installed (pip install -e '.[lessons]')")
+        return
+    from zero_mini.course.plots import speed
+
+    speed.save(json.loads((folder / "speed.json").read_text()), folder / "speed.png")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("benchmark.py", description="How fast each stage is, beside its peers.")
+    gpus = torch.cuda.device_count()
+    names = ", ".join(f'"{name}"' for name in WORKS)
+    parser.add_argument("--work", nargs="+", choices=WORKS, metavar="NAME", default=["1.5B" if gpus else "cpu"])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, metavar="NAME", help="else those of the work")
+    parser.add_argument("--rounds", type=int, default=1, help="turns that each system has (default: 1)")
+    parser.add_argument("--ranks", type=int, default=gpus or 2, help="else one for each GPU, or 2 on a CPU")
+    parser.add_argument("--limit", type=float, default=240, metavar="S", help="seconds a run may take (default: 240)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for speed.json and speed.png")
+    parser.epilog = f"works: {names}; systems: {', '.join(SYSTEMS)}"
+    options = parser.parse_args(argv)
+    if options.rounds < 1 or options.ranks < 1:
+        parser.error("--rounds and --ranks must be at least 1")
+    for name in options.work if not gpus else ():
+        if WORKS[name].bf16:
+            parser.error(f'--work "{name}" is for GPUs, and torch finds none here; --work cpu runs without')
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print a table for each work, and keep the numbers if --out says where."""
+    options = parse(argv)
+    facts = in_a_fresh_group(options.ranks, options.limit, measure.machine_and_rates)
+    if isinstance(facts, str):
+        sys.exit(f"benchmark.py: error: {facts}")
+    machine, _ = facts[0]
+    each = [rates for _, rates in facts if rates]
+    rates = {name: min(found[name] for found in each) for name in each[0]} if each else None  # the slower rank's
+    for name in options.work:
+        work = WORKS[name]
+        systems = options.systems or work.systems
+        command = ["python", "zero_mini/comparison/benchmark.py", "--work", name, "--rounds", str(options.rounds)]
+        entry = {
+            "machine": machine,
+            "rates": rates,
+            "command": shlex.join(command + (["--systems", *options.systems] if options.systems else [])),
+            "work": described(work),
+            "systems": compare(work, systems, options.rounds, options.ranks, options.limit),
+        }
+        if options.out:
+            entry = save(options.out, name, entry)
+        print("\n" + scores.table(name, entry) + "\n", flush=True)
+    if options.out:
+        draw(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Memory over a step, stacked by category: a panel for each stage, all on one scale.
+
+    bytes |      /\\        activations grow in forward and shrink in backward, gradients the other way round;
+          |    _/  \\__     parameters and optimizer lie below
+          |___/_______\\__
+            forward | backward | step
+
+Time is the order of allocations and frees, as memory/recorder.py saw them; a phase is equally wide in all panels.
+
+Left out: seconds, and what no operation returns: see memory/recorder.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zero_mini.course.plots.frame import LETTER_IN, cards, page, panel, scale, three_digits, unit_of, words
+from zero_mini.course.plots.palette import CATEGORY, FAINT, INK, NEUTRAL
+from zero_mini.memory.recorder import Recorder
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PANEL_IN = (2.85, 1.75)
+# What hardly changes lies below, so that the rest is seen on level ground.
+ORDER = ("parameters", "optimizer", "gradients", "activations", "communication", "other")
+
+
+@dataclass(frozen=True)
+class Story:
+    """Bytes alive in one step, by category: plain numbers, which a rank can send home."""
+
+    phases: list[tuple[str, int]]  # (label, how many of the instants are its)
+    series: dict[str, list[int]]  # category -> bytes at each instant; the first is the step's beginning
+
+    @property
+    def totals(self) -> list[int]:
+        return [sum(now) for now in zip(*self.series.values())]
+
+    def thinned(self, most: int = 150) -> Story:
+        """At most so many instants a phase: of those that share a place, the one with the most bytes.
+
+        So the peak stays, and a story of thousands of instants fits into a small file.
+
+        >>> Story([("forward", 4)], {"other": [0, 1, 5, 2, 3]}).thinned(2)
+        Story(phases=[('forward', 2)], series={'other': [0, 5, 3]})
+        """
+        kept, phases, start, totals = [0], [], 1, self.totals
+        for label, count in self.phases:
+            bounds = [start + count * k // min(most, count) for k in range(min(most, count) + 1)] if count else [start]
+            kept += [max(range(low, high), key=totals.__getitem__) for low, high in zip(bounds, bounds[1:])]
+            phases.append((label, len(bounds) - 1))
+            start += count
+        return Story(phases, {category: [values[at] for at in kept] for category, values in self.series.items()})
+
+
+def last_step(recorder: Recorder) -> Story:
+    """The recorder's last step: from its last mark "forward" to the mark "end" after it, or to the end."""
+    labels = [label for label, _ in recorder.moments]
+    first = len(labels) - 1 - labels[::-1].index("forward")
+    last = labels.index("end", first) if "end" in labels[first:] else len(labels)
+    bounds = [index for _, index in recorder.moments] + [len(recorder.events)]
+    series = {category: [0, *values] for category, values in recorder.timeline().items()}  # [0]: before any event
+    begin, end = bounds[first], bounds[last]
+    phases = [(labels[k], bounds[k + 1] - bounds[k]) for k in range(first, last)]
+    return Story(phases, {category: values[begin : end + 1] for category, values in series.items()})
+
+
+def from_measured(kept: dict, *stages: int) -> dict:
+    """What moments.json holds of these stages -> the arguments of `draw_moments`."""
+    moments, machine = kept["moments"], kept["machine"]
+    recorded = {stage: moments["stages"][str(stage)] for stage in stages}
+    return {
+        "stories": {
+            f"stage {stage}": Story([tuple(phase) for phase in story["phases"]], story["series"])
+            for stage, story in recorded.items()
+        },
+        "title": f"{moments['model']} in {moments['precision']} on {cards(machine)}",
+    }
+
+
+def instants(phases: list[tuple[str, int]], widths: list[float]) -> list[float]:
+    """Where each instant lies across a panel: the beginning at 0, then each phase's evenly over its width.
+
+    >>> instants([("forward", 2), ("backward", 1)], [1.0, 3.0])
+    [0.0, 0.5, 1.0, 4.0]
+    """
+    places, start = [0.0], 0.0
+    for (_, count), width in zip(phases, widths):
+        places += [start + width * (j + 1) / count for j in range(count)]
+        start += width
+    return places
+
+
+def draw_moments(stories: dict[str, Story], title: str = "") -> Figure:
+    """stories: a panel's name, such as "stage 2", -> its step. They need the same phases in the same order."""
+    labels = {tuple(label for label, _ in story.phases) for story in stories.values()}
+    if len(labels) != 1:
+        raise ValueError(f"stories of different phases cannot share a scale: {sorted(labels)}")
+    counts = zip(*([count for _, count in story.phases] for story in stories.values()))
+    widths = [float(max(1, sum(column))) for column in counts]
+    widths = [max(width, sum(widths) / 5) for width in widths]  # room for a phase's name
+    most = max(max(story.totals) for story in stories.values())
+    size, unit = unit_of(most)
+    rows = -(-len(stories) // 2)
+    note = f"{title + '; ' if title else ''}{unit} ({size:.0e} bytes) alive, in the order of allocations and frees"
+    figure = page(0.85 + rows * 2.3, "Memory through one training step", note.replace("e+0", "e"))
+    named: set[str] = set()
+    peaks = {name: max(story.totals) for name, story in stories.items()}
+    for place, (name, story) in enumerate(stories.items()):
+        axes = panel(figure, 0.55 + place % 2 * 3.35, 0.95 + place // 2 * 2.3, *PANEL_IN)
+        axes.set(xlim=(0, sum(widths)), ylim=(0, 1.16 * most))
+        draw_story(axes, story, widths, size, named)
+        axes.set_title(name, loc="left", fontsize=9.5, fontweight="bold", color=INK, pad=4)
+        if place:
+            first = next(iter(peaks))
+            axes.axhline(peaks[first], color=FAINT, linewidth=0.7, linestyle=(0, (4, 3)))
+            text = dict(ha="right", va="bottom", fontsize=7.5, color=FAINT)
+            axes.text(sum(widths), peaks[first], f"{first}'s peak", **text)
+        scale(axes, "left", unit if place % 2 == 0 else "")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value / size:g}")
+    unnamed = {category: max(max(story.series[category]) for story in stories.values()) for category in ORDER}
+    unnamed = {
+        category: CATEGORY[category] for category, b in unnamed.items() if b > most / 200 and category not in named
+    }
+    words(figure, 0.1, 0.56, unnamed)
+    return figure
+
+
+def draw_story(axes: Axes, story: Story, widths: list[float], size: float, named: set[str]) -> None:
+    """One stack, its peak, its phases; a category's name where it first finds room (`named` has those who did)."""
+    x = instants(story.phases, widths)
+    floor = [0.0] * len(x)
+    for category in ORDER:
+        roof = [low + more for low, more in zip(floor, story.series[category])]
+        colour = CATEGORY[category]
+        axes.fill_between(x, floor, roof, step="post", color=colour, linewidth=0)
+        if category not in named and label(axes, category, x, floor, roof, widths):
+            named.add(category)
+        floor = roof
+    peak = max(floor)
+    at = x[floor.index(peak)]
+    axes.plot(at, peak, "o", color=INK, markersize=3)
+    to_left = at > sum(widths) / 2
+    text = f"  peak {three_digits(peak / size)}  "
+    style = dict(ha="right" if to_left else "left", va="bottom", fontsize=8, color=INK, fontweight="bold")
+    axes.text(at, peak, text, **style)
+    start = 0.0
+    for (name, _), width in zip(story.phases, widths):
+        if start:
+            top = axes.get_ylim()[1]
+            axes.plot([start] * 2, [0, floor[x.index(start)]], color="white", linewidth=0.9)
+            axes.plot([start] * 2, [0, -0.1 * top], color=INK, linewidth=0.7, clip_on=False)
+        axes.text(start + width / 2, -0.03 * axes.get_ylim()[1], name, ha="center", va="top", fontsize=8, color=INK)
+        start += width
+    axes.axhline(0, color=NEUTRAL, linewidth=0.8)
+
+
+def label(axes: Axes, text: str, x: list[float], floor: list[float], roof: list[float], widths: list[float]) -> bool:
+    """Write `text` into the band between floor and roof where it is widest; False if it fits nowhere."""
+    right, top = axes.get_xlim()[1], axes.get_ylim()[1]
+    width = (len(text) + 2) * LETTER_IN * 8 / PANEL_IN[0] * right
+    middle, low, high = roomiest(x, floor, roof, width, [sum(widths[:k]) for k in range(1, len(widths))])
+    if (high - low) / top * PANEL_IN[1] < 0.13:
+        return False
+    style = dict(ha="center", va="center_baseline", fontsize=8, fontweight="bold")
+    axes.text(middle, (low + high) / 2, text, color=INK if text == "other" else "white", **style)
+    return True
+
+
+def roomiest(
+    x: list[float], floor: list[float], roof: list[float], width: float, avoid: list[float]
+) -> tuple[float, float, float]:
+    """(middle, low, high) of the highest box of that width between two step functions, with no place of `avoid` in it.
+
+    Of boxes nearly as high, the one nearest to the middle; (0, 0, 0) if there is none.
+
+    >>> roomiest([0, 1, 2, 3, 4], [0, 0, 0, 0, 0], [1, 5, 5, 5, 1], width=2, avoid=[])
+    (2.0, 0, 5)
+    """
+    boxes = [(0.0, 0.0, 0.0)]
+    for left in x:
+        if left + width <= x[-1] and not any(left < place < left + width for place in avoid):
+            within = [i for i, (a, b) in enumerate(zip(x, x[1:])) if a < left + width and b > left]
+            boxes.append((left + width / 2, max(floor[i] for i in within), min(roof[i] for i in within)))
+    highest = max(high - low for _, low, high in boxes)
+    return min(
+        (box for box in boxes if box[2] - box[1] >= 0.97 * highest),
+        key=lambda box: abs(box[0] - x[-1] / 2),
+    )

@@ -1,0 +1,92 @@
+"""Time of a step against memory, a dot for each way to train: what is towards the lower left corner is better.
+
+    ms |        o  computed again, on the host
+       |            o  computed again
+       |                         o  all kept
+       |________________________________ GB
+
+Left out: which dots a machine with other ratios of compute to memory would prefer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from zero_mini.course.plots.frame import LETTER_IN, page, panel, scale, words
+from zero_mini.course.plots.palette import ACTIVATIONS, COMMUNICATION, FAINT, INK, STAGE, tint
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = (INK, ACTIVATIONS, COMMUNICATION, tint(ACTIVATIONS, 0.5))
+ACROSS_IN, DOWN_IN = 6.0, 2.6
+MARKS = ("o", "s", "^", "D")
+PEAK = "peak, GB (1e9 bytes)"
+
+
+def draw_tradeoff(
+    dots: dict[str, list[tuple[float, float, str]]],
+    title: str,
+    note: str = "",
+    of: str = PEAK,
+    law: Sequence[tuple[float, float]] = (),
+) -> Figure:
+    """dots: a kind (its colour and mark) -> (bytes, milliseconds, what stands beside the dot).
+
+    law: (bytes that a formula expects, milliseconds of the dot that it expects there), each a short upright line.
+    """
+    figure = page(4.1, title, note)
+    kinds = dict(zip(dots, COLOURS))
+    words(figure, 0.1, 0.6, kinds)
+    everything = [(nbytes / 1e9, ms) for points in dots.values() for nbytes, ms, _ in points]
+    axes, right, top = plane(figure, of, everything)
+    for nbytes, ms in law:
+        axes.plot([nbytes / 1e9], [ms], marker="|", markersize=22, color=FAINT, zorder=1)
+    for (kind, points), mark in zip(dots.items(), MARKS):
+        places = [(nbytes / 1e9, ms) for nbytes, ms, _ in points]
+        axes.scatter(*zip(*places), color=kinds[kind], marker=mark, s=34, edgecolors="white", zorder=2)
+        for (x, y), (_, _, text) in zip(places, points):
+            if text:
+                inches = [((u - x) / right * ACROSS_IN, (v - y) / top * DOWN_IN) for u, v in everything]
+                aside = {"xytext": (-5, 3), "ha": "right"} if is_met(text, inches) else {"xytext": (5, 3)}
+                axes.annotate(text, (x, y), textcoords="offset points", fontsize=7.5, color=INK, **aside)
+    return figure
+
+
+def draw_ways(ways: dict[str, dict[int, list[tuple[float, float]]]], title: str, note: str = "") -> Figure:
+    """ways: a way to train (its mark) -> stage (its colour) -> (peak bytes, milliseconds), the second one hollow."""
+    figure = page(4.1, title, note)
+    stages = sorted({stage for points in ways.values() for stage in points})
+    words(figure, 0.1, 0.6, {f"stage {stage}": STAGE[stage] for stage in stages})
+    everything = [(nbytes / 1e9, ms) for points in ways.values() for pair in points.values() for nbytes, ms in pair]
+    axes, _, _ = plane(figure, PEAK, everything)
+    for (way, points), mark in zip(ways.items(), MARKS):
+        axes.scatter([], [], color=FAINT, marker=mark, s=34, label=way)
+        for stage, pair in points.items():
+            for (nbytes, ms), inside in zip(pair, (STAGE[stage], "white")):
+                look = {"marker": mark, "s": 34, "edgecolors": STAGE[stage], "facecolors": inside}
+                axes.scatter(nbytes / 1e9, ms, linewidths=1.2, zorder=2, **look)
+    axes.legend(loc="lower left", frameon=False, fontsize=7.5)
+    return figure
+
+
+def plane(figure: Figure, of: str, dots: list[tuple[float, float]]) -> tuple[Axes, float, float]:
+    """Where dots (GB, ms) will lie, from 0 to some more than the largest: the axes, and both ends."""
+    axes = panel(figure, 0.6, 0.95, ACROSS_IN, DOWN_IN)
+    scale(axes, "bottom", of)
+    scale(axes, "left", "ms a step")
+    right, top = 1.12 * max(x for x, _ in dots), 1.15 * max(y for _, y in dots)
+    axes.set(xlim=(0, right), ylim=(0, top))
+    return axes, right, top
+
+
+def is_met(text: str, others: list[tuple[float, float]]) -> bool:
+    """Does a dot lie where the text would stand, to the right of its own dot? others: inches from there.
+
+    >>> is_met("stage 0", [(0, 0), (0.3, 0.05)]), is_met("stage 0", [(0, 0), (0.3, 0.4), (1.3, 0)])
+    (True, False)
+    """
+    reach = 0.15 + 7.5 * LETTER_IN * len(text)
+    return any(0 < right < reach and -0.06 < up < 0.2 for right, up in others)

@@ -1,0 +1,71 @@
+"""How long a collective takes, against the size of its buffer: a call's own cost first, then the wire's.
+
+    time   |            /      the slope is the wire: bytes / (bytes a second)
+           |  _________/       the floor is what a call costs however small it is
+           |______________ bytes
+
+Left out: what else runs at the time; here each collective is alone.
+"""
+
+from __future__ import annotations
+
+from math import log10
+from typing import TYPE_CHECKING
+
+from zero_mini.course.plots.frame import cards, page, panel, scale, spread, three_digits, unit_of
+from zero_mini.course.plots.palette import FAINT, NEUTRAL
+from zero_mini.course.plots.sent import LINES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HEIGHT_IN = 2.4
+
+
+def from_measured(kept: dict) -> dict:
+    """What collectives.json holds -> the arguments of `draw_wire_time`.
+
+    >>> from_measured({"machine": {"cards": 2, "card": "X"}, "collectives": {"us": {"all_gather": {"1024": 9.5}}}})
+    {'measured': {'all_gather': {1024: 9.5}}, 'N': 2, 'title': '2 x X'}
+    """
+    machine, us = kept["machine"], kept["collectives"]["us"]
+    measured = {kind: {int(nbytes): time for nbytes, time in points.items()} for kind, points in us.items()}
+    return {"measured": measured, "N": machine["cards"], "title": cards(machine)}
+
+
+def draw_wire_time(measured: dict[str, dict[int, float]], N: int, title: str = "") -> Figure:
+    """measured: collective -> bytes of the whole buffer -> microseconds, on N ranks; `title` names their machine."""
+    note = f"{title}; both axes are logarithmic".removeprefix("; ")
+    figure = page(3.4, "How long a collective takes when it is alone", note)
+    axes = panel(figure, 0.62, 0.6, 4.0, HEIGHT_IN)
+    scale(axes, "bottom", "bytes of the buffer")
+    scale(axes, "left")
+    axes.set(xscale="log", yscale="log")
+    for kind, points in measured.items():
+        _, colour = LINES[kind]
+        axes.plot(list(points), list(points.values()), color=colour, linewidth=1.3, marker="o", markersize=3.2)
+    in_words(axes.xaxis, lambda nbytes: f"{nbytes / unit_of(nbytes)[0]:.0f} {unit_of(nbytes)[1]}")
+    in_words(axes.yaxis, lambda us: f"{us / 1e3:g} ms" if us >= 1e3 else f"{us:g} us")
+    axes.grid(axis="y", color=NEUTRAL, linewidth=0.4)
+    low, high = axes.get_ylim()
+    largest = max(max(points) for points in measured.values())
+    places = spread([log10(points[max(points)]) for points in measured.values()], 0.2 / HEIGHT_IN * log10(high / low))
+    for (kind, points), place in zip(measured.items(), places):
+        sent, colour = LINES[kind]
+        rate = sent(N) * max(points) / points[max(points)] * 1e6
+        text = f"{kind}, {three_digits(rate / 1e9)} GB/s"
+        style = dict(color=colour, fontsize=8, va="center", annotation_clip=False)
+        axes.annotate(text, (largest * 1.6, 10**place), **style)
+    axes.annotate(
+        "sent by one rank, largest buffer", (largest * 1.6, 10 ** (min(places) - 0.35)), **style | {"color": FAINT}
+    )
+    return figure
+
+
+def in_words(axis, text) -> None:
+    """Powers of ten, each with the words that `text` makes of it, and nothing between them."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(10))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))

@@ -1,0 +1,171 @@
+"""What runs in the process of a rank that `Ranks` has started: one call after the other, until the parent ends it.
+
+A rank leads a process group of its own. The processes that it starts belong to it: the workers of a DataLoader, say.
+`end_group` ends them and the rank together. The parent calls it if a call fails or the ranks are closed, the rank
+itself if its function raises or the parent is gone.
+
+    parent --- pipe ---> thread `_listen` --- queue ---> main thread `serve`
+       ^                       |                              |
+       | <--- where it is -----+      <--- result, Failure ---+
+"""
+
+import contextlib
+import gc
+import linecache
+import multiprocessing
+import os
+import queue
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from zero_mini.course.pickling import pack, unpack
+
+START_S = 120.0  # for all ranks to start and to find each other
+WHERE = b"where are you?"
+TIDY_UP = b"all ranks are done"
+# How a rank reports that it is *another* rank that went away, in the middle of a collective.
+LOST_PEER = re.compile("closed by peer|reset by peer|broken pipe|connection refused|remote process exited", re.I)
+
+
+@dataclass
+class Failure:
+    """Why one rank has no result."""
+
+    rank: int
+    when_s: float  # on the monotonic clock, which the processes of a machine share
+    what: str  # "raised ValueError: ..."
+    details: str = ""  # the traceback of an exception
+
+    @property
+    def is_victim(self) -> bool:
+        return LOST_PEER.search(self.what) is not None
+
+
+def end_group(leader: int) -> None:
+    """Kill the process group that the process `leader` leads, be that process alive or not."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or (macOS) only dead ones
+        os.killpg(leader, signal.SIGKILL)
+
+
+def serve(rank: int, pipe: Connection, output_path: str, environment: dict[str, str]) -> None:
+    """The life of a rank."""
+    os.setpgrp()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C that reaches it all the same; the parent decides
+    os.environ.update(environment)  # the forkserver has that of an earlier moment
+    # File descriptors, not only sys.stdout: what C++ code or a killed rank printed counts too.
+    output = os.open(output_path, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
+    warnings.simplefilter("ignore")
+    _fork_workers()
+    _seed()
+    calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    one_at_a_time = threading.Lock()
+    threading.Thread(target=_listen, args=(pipe, calls, one_at_a_time), daemon=True).start()
+    gc.freeze()  # what torch is made of is no garbage: _tidy_up() need not look at 300,000 objects
+    while True:
+        call = calls.get()
+        if call == TIDY_UP:
+            _tidy_up()
+            continue
+        reply = _answer(rank, call)
+        sys.stdout.flush()
+        with one_at_a_time:
+            pipe.send(reply)
+        if isinstance(reply, Failure):
+            end_group(os.getpid())  # ranks that wait for this one in a collective fail at once, too
+
+
+def _fork_workers() -> None:
+    """A DataLoader in this rank forks its workers, as torch does by default on Linux up to Python 3.13.
+
+    A forked worker has whatever the function has, also a Dataset of a notebook cell. A fork server, the default in a
+    process that came from one, would have to import the Dataset, and would spend seconds in `import torch`.
+
+    Why this is safe: a forked process lacks the rank's threads (gloo's, autograd's, OpenMP's), so it hangs if it waits
+    for one. A worker computes with one thread, has no collectives, and leaves by os._exit, which frees nothing. Only
+    garbage is left: a process group joins its threads when Python frees it. So a worker frees nothing of the rank's.
+    """
+    multiprocessing.current_process().daemon = False  # else there may be no workers
+    if sys.platform == "linux":  # elsewhere it is not safe for the system's own libraries
+        multiprocessing.set_start_method("fork", force=True)
+        os.register_at_fork(after_in_child=gc.freeze)
+
+
+def _seed() -> None:
+    """Other random numbers than the other ranks and the next job, as under torchrun, until the function seeds them.
+
+    The fork server has imported torch and numpy, and with them their generators. (Python seeds its own when it forks.)
+    """
+    torch.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+
+
+def _listen(pipe: Connection, calls: queue.SimpleQueue[bytes], one_at_a_time: threading.Lock) -> None:
+    """Pass calls to the main thread, say where it is when asked, and end the process when the parent is gone."""
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except (EOFError, OSError):
+            end_group(os.getpid())
+        if message != WHERE:
+            calls.put(message)
+            continue
+        frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+        own = [i for i, frame in enumerate(frames) if frame.filename == _listen.__code__.co_filename]
+        with one_at_a_time:
+            pipe.send("".join(traceback.format_list(frames[own[-1] + 1 :])).rstrip())
+
+
+def _answer(rank: int, call: bytes) -> bytes | Failure:
+    try:
+        function, args, kwargs, lines = unpack(call)
+        linecache.cache.update(lines)
+        return pack(function(*args, **kwargs))
+    except SystemExit as error:
+        return Failure(rank, time.monotonic(), f"called sys.exit({error.code!r})")
+    except BaseException as error:
+        what = "".join(traceback.format_exception_only(error)).rstrip()
+        stack = traceback.format_exception(type(error), error, error.__traceback__.tb_next)  # without this function
+        return Failure(rank, time.monotonic(), f"raised {what}", "".join(stack).rstrip())
+
+
+def _tidy_up() -> None:
+    """Leave the groups that the call made: each has sockets and three threads, one of which wakes 100 times a second.
+
+    Only when all ranks are done may it be taken from the others. And what refers to it has to go: a model does, and is
+    in a cycle with its hooks.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
+
+
+def join(rank: int, world_size: int, backend: str, device: str, port: int, timeout_s: float) -> None:
+    """The first call of a rank: take its place in the job."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // world_size))
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        backend,
+        store=dist.TCPStore("127.0.0.1", port, is_master=False),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s + START_S),  # never before our own, whose message says more
+        device_id=torch.device("cuda", rank) if backend == "nccl" else None,
+    )

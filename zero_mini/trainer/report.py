@@ -1,0 +1,206 @@
+"""What a run leaves behind: tables on the screen, and a folder with metrics and weights.
+
+    DIR/config.json     every argument, the model's shape, the number of ranks
+    DIR/metrics.jsonl   one JSON object a line, for each step that was logged; a run that goes on goes on in it
+    DIR/weights.pt      model.state_dict(), whole and in fp32: for any stage, any number of ranks, or one GPU
+    DIR/step-20         a checkpoint (checkpoint/sharded.py); DIR/lock keeps other jobs out
+    DIR/tensorboard     the metrics again, with --tensorboard
+    DIR/gpt2            the model for Hugging Face's GPT-2, with --export-gpt2 (gpt2_file.py)
+
+In the tables MB is 1e6 bytes and GB 1e9.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from zero_mini.comm import Call
+from zero_mini.memory import formulas
+from zero_mini.trainer.gpt import GPT, GPTConfig
+from zero_mini.trainer.gpt2_file import export_gpt2, import_gpt2
+from zero_mini.trainer.launch import OwnRefusal, first_line
+
+
+def readable(count: float, unit: str = "B") -> str:
+    """A count in three digits, decimal prefixes.
+
+    >>> readable(1_234_567), readable(16e9), readable(831_000, unit="")
+    ('1.23 MB', '16.0 GB', '831 k')
+    """
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= factor:
+            digits = f"{count / factor:#.3g}".rstrip(".")
+            return f"{digits} {prefix}{unit}"
+    return f"{count:.0f} {unit}".rstrip()
+
+
+# --- tables -----------------------------------------------------------------------------------
+
+
+def cost_table(
+    psi: int,
+    stage: int,
+    world_size: int,
+    compute_bytes: int,
+    micro_batches: int,
+    held: dict[str, dict[str, int]],
+    calls: list[Call],
+) -> str:
+    """Memory and communication: the paper's formulas beside what this run held and sent on rank 0.
+
+    psi: parameters. compute_bytes: 4 in fp32, 2 in bf16. held: place -> category -> bytes (`zero.memory(place)`) after
+    a step's last backward; a place other than the device has a column if something is there. calls: the ledger of one
+    step.
+    """
+    places = [place for place in held if place == "device" or any(held[place].values())]
+    held_bytes = held["device"]
+    states = formulas.model_state_bytes(psi, world_size, stage, compute_bytes, accumulate=micro_batches > 1)
+    rows = [
+        [category, readable(states.get(category, 0)), *(readable(held[place][category]) for place in places)]
+        for category in held_bytes
+        if category in states or any(held[place][category] for place in places)
+    ]
+    totals = [readable(sum(held[place].values())) for place in places]
+    rows.append(["together", readable(sum(states.values())), *totals])
+    numel = formulas.wire_numel(psi, world_size, stage, micro_batches)
+    sent_numel = sum(call.wire_numel(world_size) for call in calls)
+    rows.append(["elements sent in a step", readable(numel, ""), readable(sent_numel, "")])
+    sent = wire_bytes(psi, stage, world_size, compute_bytes, micro_batches)
+    rows.append(["bytes sent in a step", readable(sent), readable(sent_bytes(calls, world_size))])
+    measured = ["measured"] if len(places) == 1 else places
+    align = ("left", "right", *["right"] * len(places))
+    return tabulate(rows, headers=["rank 0 holds", "the paper", *measured], colalign=align)
+
+
+def host_peak_bytes() -> int:
+    """Most memory that this process has had in the host's RAM: Python and torch themselves too."""
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def sent_bytes(calls: list[Call], world_size: int) -> float:
+    """Bytes over one rank's wire, ring convention."""
+    return sum(call.wire_numel(world_size) * call.itemsize for call in calls)
+
+
+def wire_bytes(psi: float, stage: int, world_size: int, compute_bytes: int, micro_batches: int) -> float:
+    """Bytes that one rank sends in a step: `formulas.wire_numel` times the bytes of what travels.
+
+    Gradients that stages 0 and 1 summed over several micro-batches travel as they were summed, in fp32.
+
+    >>> wire_bytes(1000, stage=1, world_size=2, compute_bytes=2, micro_batches=1)
+    2000.0
+    >>> wire_bytes(1000, stage=1, world_size=2, compute_bytes=2, micro_batches=4)
+    3000.0
+    """
+    total = formulas.wire_numel(psi, world_size, stage, micro_batches) * compute_bytes
+    if micro_batches > 1 and stage < 2:
+        gradients = (2 if stage == 0 else 1) * psi * (world_size - 1) / world_size
+        total += gradients * (4 - compute_bytes)
+    return total
+
+
+# --- the folder -------------------------------------------------------------------------------
+
+
+def check_folder(folder: Path, needed_bytes: int) -> None:
+    """ValueError unless `folder`, made if it is missing, can be written to and has room."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out {folder} cannot be written to: {error.strerror}; choose another folder") from error
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise ValueError(f"--out {folder}: {readable(needed_bytes)} needed, {readable(free_bytes)} free")
+
+
+class Folder:
+    """The files of one run. Without a path, as on all ranks but 0, everything here does nothing."""
+
+    def __init__(self, path: Path | None, config: dict, begun: int = 0, tensorboard: bool = False):
+        """begun: the step at which the run begins. Metrics of later ones, which a crash left, will come again."""
+        self.path, self.board = path, None
+        self.write("config.json", json.dumps(config, indent=2))
+        self.write("metrics.jsonl", "".join(self.metrics_until(begun)))
+        if path and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # an extra
+
+            self.board = SummaryWriter(path / "tensorboard", purge_step=begun + 1)
+
+    def metrics_until(self, step: int) -> list[str]:
+        """Lines of an earlier run of this folder; not the one that a crash has cut short."""
+        if not step or not self.path or not (self.path / "metrics.jsonl").is_file():
+            return []
+        lines = (self.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+        return [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= step]
+
+    def note(self, **metrics: float) -> None:
+        """One more line of metrics, in the file when this returns."""
+        self.write("metrics.jsonl", json.dumps(metrics) + "\n", "a")
+        if self.board:
+            for name, value in metrics.items():
+                self.board.add_scalar(name, value, metrics["step"])
+            self.board.flush()
+
+    def write(self, name: str, text: str, mode: str = "w") -> None:
+        """Add to a file, or write it anew: whoever reads it finds all of it, old or new."""
+        if self.path:
+            file = self.path / name
+            try:
+                if mode == "w":
+                    file.with_name(f"{name}.unfinished").write_text(text)
+                    os.replace(file.with_name(f"{name}.unfinished"), file)
+                else:
+                    with file.open(mode) as opened:
+                        opened.write(text)
+            except OSError as error:
+                raise OwnRefusal(f"{file} could not be written: {error.strerror}") from error
+
+    def save(self, model: GPT, for_gpt2: bool = False) -> None:
+        """Whole weights, which may have to be gathered: every rank must call it. OwnRefusal if the disk is full."""
+        state = model.state_dict()
+        if not self.path:
+            return
+        unfinished = self.path / "weights.pt.unfinished"
+        try:
+            # clone: each tensor is a view of its unit's buffer, and torch.save would write all of that.
+            torch.save({name: value.cpu().clone() for name, value in state.items()}, unfinished)
+            os.replace(unfinished, self.path / "weights.pt")  # whoever reads it finds a whole file, old or new
+            if for_gpt2:
+                export_gpt2(self.path / "gpt2", state, model.config)
+        except (OSError, RuntimeError) as error:  # torch.save says RuntimeError for a full disk
+            unfinished.unlink(missing_ok=True)
+            raise OwnRefusal(f"weights could not be written to {self.path}: {first_line(error)}") from error
+
+
+def load_weights(path: Path, config: GPTConfig) -> dict[str, torch.Tensor]:
+    """What `Folder.save` wrote, mapped rather than read; ValueError if it is no file of weights of such a model."""
+    if path.suffix == ".safetensors":
+        return import_gpt2(path, config)
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    except Exception as error:  # torch.load raises whatever the bytes of a foreign file provoke
+        raise ValueError(f"--init-from {path} holds no weights: {first_line(error)}") from error
+    with torch.device("meta"):
+        expected = {name: tuple(value.shape) for name, value in GPT(config).state_dict().items()}
+    for name in expected | shapes:
+        if shapes.get(name) != expected.get(name):
+            raise ValueError(
+                f"--init-from {path} is of another model: {name} is {shapes.get(name, 'missing')} there and "
+                f"{expected.get(name, 'missing')} here; give the --model, --L, --d, --sequence-length it was made with"
+            )
+    beside = path.with_name("config.json")  # no tensor's shape tells how many heads share it
+    heads = json.loads(beside.read_text())["model_shape"]["heads"] if beside.is_file() else config.heads
+    if heads != config.heads:
+        raise ValueError(f"--init-from {path} is of another model: it has {heads} heads; pass --heads {heads}")
+    return weights

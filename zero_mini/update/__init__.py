@@ -1,0 +1,6 @@
+"""Who updates the parameters, where, and by what their gradients are multiplied.
+
+clip.py  loss_scale.py   the factor of a clip, and that of fp16's loss scale
+one_pass.py              fused AdamW that reads 16-bit gradients and writes parameters in one pass
+offload.py  disk.py      the update on the CPU, states in host memory or in files
+"""

@@ -1,0 +1,310 @@
+"""Offload to a folder: master copy and optimizer states wait in files, and come into memory for their update.
+
+Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3 (the offload engine: states on NVMe, in a bounded buffer).
+
+    bytes a parameter   in files    24/N   = 2 (4 + 8): each unit has two generations
+                        in memory    2/N   gradients, and 12 bytes for the parameters of three units: one comes in,
+                                           one is updated, one goes out
+
+    time -->   step
+    read       u2  u1  u0
+    CPU            u2  u1  u0
+    write              u2  u1  u0  commit
+
+The optimizer keeps its objects; between their turns, masters and states are NaN without memory. A step writes the
+generation that is not in use, and takes it into use when all ranks have written all of it. So a disk that is full, or
+gone, costs no state: every rank raises, has the states and parameters of before the step still, and its gradients.
+
+Files are read and written, not mapped: a mapped page that cannot be had ends the process without a word.
+
+    FOLDER/states-of-rank-0/README.txt    whose they are
+                           /lock          held while the job lives: two jobs cannot share a folder
+                           /12.0, /12.1   the generations of unit 12: its master slice, then its states
+
+The files are scratch, not a checkpoint: they go when the handle goes, or the job ends. What a killed job left behind
+is removed by the next one that uses the folder.
+
+Left out: gradients and 16-bit parameters on disk; O_DIRECT (the operating system caches as it likes).
+"""
+
+import contextlib
+import copy
+import fcntl
+import gc
+import os
+import shutil
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from io import TextIOWrapper
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero_mini.binding.checks import known_class
+from zero_mini.binding.full_params import is_elementwise
+from zero_mini.binding.parameter import plainly, set_data
+from zero_mini.flat import Unit
+from zero_mini.memory.formulas import CATEGORIES
+from zero_mini.update.offload import Offload
+from zero_mini.zero1 import Zero1
+from zero_mini.zero2 import Zero2
+from zero_mini.zero3 import Zero3
+
+
+class StateFiles:
+    """One rank's files in a folder. OSError if they cannot be had; BlockingIOError if another job has them."""
+
+    def __init__(self, folder: Path, rank: int, about: str) -> None:
+        self.path = folder / f"states-of-rank-{rank}"
+        try:
+            self.lock = self.take_lock()
+        except BlockingIOError:
+            gc.collect()  # models with hooks are cycles: an earlier handle of this process may be dead already
+            self.lock = self.take_lock()
+        for left_behind in self.path.iterdir():
+            if left_behind.name != "lock":
+                left_behind.unlink()
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        (self.path / "README.txt").write_text(
+            f"Optimizer states of a job that is running: {about}, process {os.getpid()}, since {started}.\n"
+            "They go when it ends. If there is no such process, this folder can be deleted.\n"
+        )
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+    def take_lock(self) -> TextIOWrapper:
+        """Held for as long as the file is open."""
+        self.path.mkdir(exist_ok=True)
+        lock = open(self.path / "lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock
+
+    def write(self, name: str, tensors: list[Tensor]) -> None:
+        """Their bytes, one after the other."""
+        file = os.open(self.path / name, os.O_WRONLY | os.O_CREAT)
+        try:
+            for tensor in tensors:
+                left = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+                while left:
+                    left = left[os.write(file, left) :]
+        finally:
+            os.close(file)
+
+    def read(self, name: str, tensors: list[Tensor]) -> list[Tensor]:
+        """The same, into tensors of the same shapes and dtypes; returns them."""
+        file = os.open(self.path / name, os.O_RDONLY)
+        try:
+            for tensor in tensors:
+                left = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+                while left:
+                    count = os.readv(file, [left])
+                    if count == 0:
+                        raise OSError(f"{name} is shorter than it was")
+                    left = left[count:]
+        finally:
+            os.close(file)
+        return tensors
+
+    def nbytes(self) -> int:
+        """Of all generations."""
+        return sum(file.stat().st_size for file in self.path.glob("*.[01]"))
+
+
+class OnDisk(Offload):
+    """`self` is also a stage from 1 to 3."""
+
+    places = ("device", "host", "disk")
+
+    def __init__(self, folder: Path, model, optimizer, units: list[Unit], comm, *rest) -> None:
+        self.folder, self.reason = folder, None
+        self.generation = dict.fromkeys(units, 0)  # the one in use
+        self.number = {unit: number for number, unit in enumerate(units)}
+        # After the master, a unit's file holds these: (number of the piece, key of its state, dtype).
+        self.layout: dict[Unit, list[tuple[int, str, torch.dtype]]] = {unit: [] for unit in units}
+        values = (
+            3 if known_class(optimizer) in (torch.optim.Adam, torch.optim.AdamW) else 1
+        )  # others: the master at least
+        needed = 2 * sum(unit.S * unit.params[0].element_size() * values for unit in units)
+        about = f"rank {comm.rank} of {comm.world_size}, a {type(model).__name__} of {len(units)} units"
+        try:
+            self.files = StateFiles(folder, comm.rank, about)
+            free = shutil.disk_usage(folder).free
+            if free < needed:
+                self.reason = f"{folder} has {free:,} bytes free, and a rank's states take {needed:,}"
+        except BlockingIOError:
+            self.reason = f"{folder} holds the states of another run that lives; choose another folder"
+        except OSError as error:
+            self.reason = f"{folder} cannot be used: {error.strerror}"
+        self.refuse_together(comm)
+        self.threads = ThreadPoolExecutor(2, thread_name_prefix="states")  # one reads, one writes
+        super().__init__(model, optimizer, units, comm, *rest)
+        self.refuse_together(comm)
+
+    def refuse_together(self, comm) -> None:
+        """ValueError on every rank if one has a reason: nobody waits for a rank that has left."""
+        for rank, reason in enumerate(comm.host_gather(self.reason)):
+            if reason is not None:
+                raise ValueError(f"offload: rank {rank}: {reason}")
+
+    def own(self, unit: Unit, values: Tensor) -> None:
+        """As offload does; then the master goes to its file."""
+        super().own(unit, values)
+        try:
+            self.files.write(f"{self.number[unit]}.0", [unit.master])
+        except OSError as error:
+            self.reason = self.reason or f"{self.folder}: {error.strerror or error}"
+        self.rest(unit)
+
+    # --- a unit comes and goes ---------------------------------------------------------------
+
+    def read(self, unit: Unit) -> list[Tensor]:
+        """Its master and states, in new memory."""
+        tensors = [torch.empty(unit.S, dtype=self.master_dtype)]
+        for number, _, dtype in self.layout[unit]:
+            tensors.append(torch.empty(unit.pieces[number][1].shape, dtype=dtype))
+        return self.files.read(f"{self.number[unit]}.{self.generation[unit]}", tensors)
+
+    def write(self, unit: Unit, tensors: list[Tensor]) -> None:
+        """Into the generation that is not in use."""
+        self.files.write(f"{self.number[unit]}.{1 - self.generation[unit]}", tensors)
+
+    def install(self, unit: Unit, tensors: list[Tensor]) -> None:
+        """They are what the optimizer sees."""
+        unit.master, *states = tensors
+        with plainly():
+            for (_, piece), (_, view) in zip(unit.pieces, unit.cut(unit.master)):
+                set_data(piece, view)
+        for (number, key, _), value in zip(self.layout[unit], states):
+            self.optimizer.state[unit.pieces[number][1]][key] = value
+
+    def collect(self, unit: Unit) -> list[Tensor]:
+        """What the optimizer has made of them."""
+        tensors, layout = [unit.master], []
+        for number, (_, piece) in enumerate(unit.pieces):
+            for key, value in self.optimizer.state.get(piece, {}).items():
+                if is_elementwise(value, piece):
+                    tensors.append(value)
+                    layout.append((number, key, value.dtype))
+        self.layout[unit] = layout
+        return tensors
+
+    def rest(self, unit: Unit) -> None:
+        """Out of turn: the right shapes, no memory."""
+        nothing = torch.full((), float("nan"), dtype=self.master_dtype)
+        self.install(unit, [nothing.expand(unit.S)])
+        for number, key, dtype in self.layout[unit]:
+            piece = unit.pieces[number][1]
+            self.optimizer.state[piece][key] = nothing.to(dtype).expand(piece.shape)
+
+    @contextlib.contextmanager
+    def in_memory(self, unit: Unit, write: bool = False) -> Iterator[None]:
+        """Within, the unit's master and states can be read, and with `write` changed."""
+        try:
+            self.install(unit, self.read(unit))
+            yield
+            if write:
+                self.write(unit, self.collect(unit))
+                self.generation[unit] = 1 - self.generation[unit]
+        except OSError as error:
+            raise RuntimeError(f"states of {unit.name} in {self.folder}: {error.strerror or error}") from error
+        finally:
+            self.rest(unit)
+
+    # --- the moments -------------------------------------------------------------------------
+
+    def update_all(self, units: list[Unit]) -> None:
+        """Reads run a unit ahead, writes one behind. If one fails: RuntimeError on every rank, and nothing changed."""
+        updated: list[Unit] = []
+        before = {unit: (self.layout[unit], [self.numbers_of(piece) for _, piece in unit.pieces]) for unit in units}
+        coming: Future | None = self.threads.submit(self.read, units[0]) if units else None
+        going: Future | None = None
+        reason = None
+        try:
+            for unit, following in zip(units, [*units[1:], None]):
+                self.install(unit, coming.result())
+                coming = self.threads.submit(self.read, following) if following else None
+                updated.append(unit)
+                self.update(unit)
+                tensors = self.collect(unit)
+                self.rest(unit)
+                if going is not None:
+                    going.result()
+                going = self.threads.submit(self.write, unit, tensors)
+                del tensors
+            if going is not None:
+                going.result()
+        except OSError as error:
+            reason = f"{self.folder}: {error.strerror or error}"
+        failed = {rank: why for rank, why in enumerate(self.comm.host_gather(reason)) if why is not None}
+        if not failed:
+            for unit in units:
+                self.generation[unit] = 1 - self.generation[unit]
+            return
+        for future in (coming, going):
+            if future is not None:
+                future.exception()
+        restored = self.go_back({unit: before[unit] for unit in updated})
+        rank, why = next(iter(failed.items()))
+        raise RuntimeError(
+            f"step {self.comm.steps}: states of rank {rank} in {why}. The step was not taken: "
+            + (
+                "states, parameters and gradients are what they were; make room and call optimizer.step() again"
+                if restored
+                else "and the states of the step before cannot be read, so load a checkpoint"
+            )
+        )
+
+    def numbers_of(self, piece: Tensor) -> dict:
+        """Copies of those of its states that are no tensor of its shape, which stay in memory: a step, say."""
+        state = self.optimizer.state.get(piece, {})
+        return {key: copy.deepcopy(value) for key, value in state.items() if not is_elementwise(value, piece)}
+
+    def go_back(self, before: dict[Unit, tuple]) -> bool:
+        """The generation in use is that of the step before: show it to optimizer and model. False if it is gone."""
+        for unit, (layout, numbers) in before.items():
+            self.layout[unit] = layout
+            for (_, piece), kept in zip(unit.pieces, numbers):
+                self.optimizer.state[piece] = kept
+                piece.grad = None
+            self.rest(unit)
+        try:
+            for unit in before:
+                with self.in_memory(unit):
+                    self.follow(unit)
+                    self.wait_for_rising(unit)
+        except RuntimeError:
+            return False
+        return True
+
+    def replace(self, unit: Unit, values: Tensor) -> None:
+        """In the file."""
+        with self.in_memory(unit, write=True):
+            super().replace(unit, values)
+
+    def load_optimizer_states(self, states: dict[str, dict]) -> None:
+        """What was there before is not read again."""
+        self.layout = {unit: [] for unit in self.units}
+        super().load_optimizer_states(states)
+
+    def memory(self, place: str | None = None) -> dict[str, int]:
+        """As for every stage; also of place "disk": bytes of both generations."""
+        if place == "disk":
+            return dict.fromkeys(CATEGORIES, 0) | {"optimizer": self.files.nbytes()}
+        return super().memory(place)
+
+
+class OnDiskZero1(OnDisk, Zero1):
+    """P_os, with the optimizer's states in files."""
+
+
+class OnDiskZero2(OnDisk, Zero2):
+    """P_os+g, with the optimizer's states in files."""
+
+
+class OnDiskZero3(OnDisk, Zero3):
+    """P_os+g+p, with the optimizer's states in files."""
+
+
+STAGES = {1: OnDiskZero1, 2: OnDiskZero2, 3: OnDiskZero3}

@@ -1,0 +1,143 @@
+"""fp16: the loss is multiplied by a scale, so that small gradients do not become zero; the scale finds its own value.
+
+    smallest number > 0     fp16  6e-8      a gradient of 1e-8 is zero, and the parameter never moves
+    largest                 fp16  65504     a gradient of 1e5 is inf, and the update would destroy the model
+    bf16 and fp32           1e-38 to 3e38   no scale needed
+
+    zero.scale(loss).backward()   gradients come out times the scale, at every rank the same one
+    did any of them overflow?     one answer for all ranks: an inf that only one rank's slice shows counts for all
+      no    divided by the scale, clipped, used; after `growth_interval` such steps in a row the scale grows
+      yes   the step is skipped on every rank, and the scale backs off
+
+A scale is a power of two, so multiplying by it and dividing again changes no bit of what did not overflow. To skip,
+the host must know: this is the one place where it waits for the device in a step, and only fp16 does.
+
+Source: mixed-precision training, arXiv 1710.03740, section 3.2. The decisions are those of torch.amp.GradScaler,
+which cannot be used itself: it looks at one rank's gradients.
+
+Left out: a scale of its own for each layer; the scale as a tensor, for steps that the host does not wait for.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from zero_mini.binding.parameter import plainly, set_grad
+
+LARGEST_SCALE = torch.finfo(torch.float32).max  # the scaled loss is an fp32 number
+
+
+@dataclass
+class LossScaler:
+    """The scale, and what it has seen. The same on every rank.
+
+    >>> scaler = LossScaler(scale=4.0, growth_interval=2)
+    >>> [(scaler.update(overflow), scaler.scale)[1] for overflow in (True, False, False, False, True)]
+    [2.0, 2.0, 4.0, 4.0, 2.0]
+    """
+
+    scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000  # steps in a row without overflow, after which the scale grows
+    most_in_a_row: int = 25  # skipped steps; one more is an error
+    good_in_a_row: int = 0
+    skipped_in_a_row: int = 0
+    skipped: int = 0  # in all
+
+    def __post_init__(self):
+        """ValueError for settings with which the scale could not find its way."""
+        for name, good, wanted in (
+            ("scale", 0 < self.scale < LARGEST_SCALE, "> 0 and finite"),
+            ("growth_factor", 1 < self.growth_factor < LARGEST_SCALE, "> 1"),
+            ("backoff_factor", 0 < self.backoff_factor < 1, "between 0 and 1"),
+            ("growth_interval", self.growth_interval >= 1, "at least 1"),
+            ("most_in_a_row", self.most_in_a_row >= 0, "at least 0"),
+        ):
+            if not good:
+                raise ValueError(f"{name} of a loss scaler must be {wanted} (got {getattr(self, name)})")
+
+    def update(self, overflow: bool) -> None:
+        """A step has been taken, or skipped for an overflow. RuntimeError after too many skipped in a row."""
+        if not overflow:
+            self.skipped_in_a_row = 0
+            self.good_in_a_row += 1
+            if self.good_in_a_row == self.growth_interval:
+                self.good_in_a_row = 0
+                if self.scale * self.growth_factor <= LARGEST_SCALE:
+                    self.scale *= self.growth_factor
+            return
+        self.good_in_a_row = 0
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        self.scale *= self.backoff_factor
+        if self.skipped_in_a_row > self.most_in_a_row:
+            raise RuntimeError(
+                f"gradients overflowed in {self.skipped_in_a_row} steps in a row, down to a loss scale of "
+                f"{self.scale:g}: they are not finite at any scale; lower the learning rate, look for a loss that is "
+                "inf or NaN, or train in bf16"
+            )
+
+    def state_dict(self) -> dict:
+        """Settings and state, as plain numbers."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take over what `state_dict()` returned."""
+        self.__init__(**state)
+
+
+class Scaling:
+    """`self` is a stage: trainable units, comm, the script's moments. `scaler` is None unless it computes in fp16."""
+
+    def begin_scaling(self, scaler: LossScaler | None) -> None:
+        """Once."""
+        self.scaler = scaler if scaler is not None or self.dtype != torch.float16 else LossScaler()
+        self.scaled = False  # a loss has been, since the last step
+        self.overflow: bool | None = None  # of this step's gradients, on any rank; None: nobody has looked
+        self.stepped = True  # the last step was not skipped
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call backward() on. In fp16 it is multiplied by the scale; otherwise it is the loss itself.
+
+        RuntimeError between clip_grad_norm_ and the step: gradients that are divided by the scale already cannot be
+        added to others.
+        """
+        if self.scaler is None:
+            return loss
+        if self.overflow is not None:
+            raise RuntimeError(
+                "zero.scale(loss) after this step's gradients were divided by the scale, as clip_grad_norm_ and "
+                "full_params(grads=True) do: run every backward of a step before, or zero_grad() first"
+            )
+        self.scaled = True
+        return loss * self.scaler.scale
+
+    def look_for_overflow(self) -> None:
+        """All means are here: is any element of any rank's not finite? From now on they are to be unscaled."""
+        if self.scaler is None or self.overflow is not None:
+            return
+        if not self.scaled and any(unit.own_grad is not None for unit in self.trainable):
+            raise RuntimeError(
+                "a step in fp16, but its loss was not scaled, so small gradients are lost: "
+                "call zero.scale(loss).backward()"
+            )
+        largest = self.partial_norms(float("inf"))  # (N), of each rank's slice; NaN stays NaN
+        self.overflow = not largest.isfinite().all().item()
+        self.coefficient = torch.full((), 1 / self.scaler.scale, dtype=self.master_dtype, device=self.device)
+
+    def skip(self) -> None:
+        """The optimizer finds no gradient, and so does nothing."""
+        for unit in self.trainable:
+            unit.own_grad = None
+            with plainly():
+                for _, piece in unit.pieces:
+                    set_grad(piece, None)
+
+    def end_scaling(self) -> None:
+        """The step is over: the scale follows from it. RuntimeError, on every rank, after too many overflows."""
+        self.stepped = not self.overflow
+        if self.scaler is not None:
+            self.scaled, self.overflow = False, None
+            self.forget_coefficient()  # the next step's gradients have a scale of their own
+            self.scaler.update(not self.stepped)

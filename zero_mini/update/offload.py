@@ -1,0 +1,346 @@
+"""Offload: master copy and optimizer states in host memory, and the update on the CPU.
+
+Source: ZeRO-Offload, arXiv 2101.06840, sections 3 (which tensors move) and 4 (when, and with several GPUs).
+
+    bytes a parameter    on the GPU    in host memory        without it, on the GPU
+    stage 1              2             14/N = 12/N + 2/N     4 + 12/N
+    stage 2              2             14/N                  2 + 14/N
+    stage 3              2/N           14/N                  14/N
+    over PCIe, a step    2/N down (gradients), 2/N up (parameters): 16 bits each, whatever the optimizer keeps
+
+and gradients of at most three units on the GPU, also at stage 1. At the host, sums of micro-batches take 4/N more.
+
+What crosses is the least that can: the cut through the graph of a step at the edges of 2 bytes, which leaves all that
+grows with the tokens on the GPU and all that is done once a step on the CPU (the paper's section 3.3).
+
+unlike the stage under it (1, 2 or 3):
+  - own:         the master goes to the host; stage 3 keeps a 16-bit slice (S) on the GPU, from which gathers start
+  - finish:      a mean goes on down, without waiting, while backward goes on; a further micro-batch's is added
+                 there by a thread, while this one gives the GPU its work
+  - at_hand:     it has landed: this alone makes the host wait
+  - update_masters:
+                 one unit after the other: fp32 gradients of this unit, the optimizer's own step, a cast, and up
+  - follow:      the cast goes up, while the next unit is updated
+  - publish:     gathers start when it is there
+
+    time -->   backward                    step                            next forward
+    GPU        u2     u1     u0                                            u0 u1 u2
+    down              r2     r1     r0
+    CPU                                    update u2   update u1  update u0
+    up                                                 u2         u1     u0
+
+The arithmetic is that of the stage under it, gradient by gradient: on a CPU the results are the same to the bit. On
+a GPU they are those of torch's CPU optimizer in place of its CUDA one, whose last bits differ.
+
+Left out: updates that run beside the next forward (the paper's section 5.2, which changes results);
+several NUMA nodes.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from zero_mini.binding.checks import is_known
+from zero_mini.flat import Unit
+from zero_mini.update import one_pass
+from zero_mini.zero1 import Zero1
+from zero_mini.zero2 import Zero2
+from zero_mini.zero3 import Zero3
+
+PART = 2**23  # elements that are updated at a time
+
+
+class Link:
+    """Copies between GPU and host, in order, on a stream of their own. On a CPU they are ordinary copies.
+
+    Memory on the GPU belongs to the stream that computes: what a copy reads there is kept until that stream has been
+    told to wait for it, and only then given back.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.leaving: tuple[Tensor, torch.cuda.Event] | None = None  # what the last copy down reads
+        self.staging: list[Tensor] = []  # two pinned buffers that casts go up from, in turns
+        self.departed: list[torch.cuda.Event] = []  # the last copy from each
+
+    def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory (numel) of the host that copies need not wait for."""
+        return torch.empty(numel, dtype=dtype, pin_memory=self.stream is not None)
+
+    def copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
+        """source -> target, after all that the current stream has been given so far; the event that it is done."""
+        if self.stream is None:
+            target.copy_(source)
+            return None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+        return self.stream.record_event()
+
+    def down(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
+        """source, on the GPU -> target, at the host. The caller may forget the source at once."""
+        event = self.copy(source, target)
+        self.let_go()
+        self.leaving = event and (source, event)
+        return event
+
+    def let_go(self) -> None:
+        """What the last copy down reads is free for what the current stream computes after it."""
+        if self.leaving is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.leaving[1])
+        self.leaving = None
+
+    def staging_for(self, target: Tensor) -> Tensor:
+        """Pinned memory of the target's size and dtype, from which the last copy up but one has departed."""
+        if self.stream is None:
+            return target
+        if not self.staging or self.staging[0].numel() < target.numel():
+            self.staging = [self.host_buffer(target.numel(), target.dtype) for _ in range(2)]
+            self.departed = [torch.cuda.Event(), torch.cuda.Event()]  # not recorded: nothing to wait for
+        self.staging.reverse()
+        self.departed.reverse()
+        self.departed[0].synchronize()
+        return self.staging[0][: target.numel()]
+
+    def up(self, staged: Tensor, target: Tensor) -> torch.cuda.Event | None:
+        """What was written to `staging_for(target)` -> target, on the GPU."""
+        if self.stream is None:
+            return None
+        self.departed[0] = self.copy(staged, target)
+        return self.departed[0]
+
+
+class Offload:
+    """`self` is also a stage from 1 to 3."""
+
+    def allocate(self) -> None:
+        """The way to the host, and what waits at its two ends."""
+        super().allocate()
+        self.link = Link(self.device)
+        self.resident: dict[Unit, Tensor] = {}  # stage 3: the own slice (S), in the model's dtype, on the GPU
+        self.landing: dict[Unit, Tensor] = {}  # where a mean (S) arrives at the host
+        self.sums: dict[Unit, Tensor] = {}  # of several micro-batches (S), in the master's dtype
+        self.falling: dict[Unit, Callable[[], object]] = {}  # means on their way: what waits for it
+        self.adder = ThreadPoolExecutor(1)  # adds means up, while this thread gives the GPU its work
+        self.rising: dict[Unit, torch.cuda.Event | None] = {}  # casts on their way
+        self.sent: deque[Unit] = deque()  # reductions that may be under way still
+        largest = max(unit.S for unit in self.units)
+        self.scratch = torch.empty(min(PART, largest), dtype=self.master_dtype)  # fp32 gradients, while they are used
+        self.addend: Tensor | None = None  # the same, while they are added to sums
+
+    def own(self, unit: Unit, values: Tensor) -> None:
+        """As the stage does; then the master leaves the GPU."""
+        super().own(unit, values)
+        if unit.full is None:
+            self.resident[unit] = unit.master.to(self.dtype)
+        unit.master = unit.master.to("cpu", copy=True)
+
+    def source(self, unit: Unit) -> Tensor:
+        """The slice that stayed on the GPU."""
+        return self.resident[unit]
+
+    def on_gpu(self, unit: Unit) -> Tensor:
+        """The own slice (S) that the model's parameters are made of."""
+        return self.resident[unit] if unit.full is None else unit.own(unit.full)
+
+    def reduce(self, unit: Unit) -> None:
+        """As the stage does; the means before the last two are done, or nearly: they go down."""
+        super().reduce(unit)
+        self.sent.append(unit)
+        if len(self.sent) > 2:
+            self.finish(self.sent.popleft())
+
+    def after_backward(self) -> None:
+        """The last means go down too."""
+        super().after_backward()
+        while self.sent:
+            self.finish(self.sent.popleft())
+
+    def finish(self, unit: Unit) -> None:
+        """If the unit's mean is on the wire, let it go on to the host, which waits for none but an earlier one."""
+        if unit.reducing is None:
+            return
+        work, result, _ = unit.reducing
+        work.wait()
+        unit.reducing = None
+        self.land(unit)
+        place = self.landing.get(unit)
+        if unit.own_grad is not None and unit.own_grad is place:
+            if unit not in self.sums:
+                self.sums[unit] = torch.empty(unit.S, dtype=self.master_dtype)
+            unit.own_grad = self.sums[unit].copy_(place)
+        if place is None or place.dtype != result.dtype:
+            self.landing[unit] = place = self.link.host_buffer(unit.S, result.dtype)
+        event = self.link.down(result, place)
+        if unit.own_grad is not None:
+            unit.own_grad = unit.own_grad.to(self.master_dtype)
+            self.falling[unit] = self.adder.submit(self.add, unit.own_grad, place, event).result
+            return
+        unit.own_grad = place
+        if event is not None:
+            self.falling[unit] = event.synchronize
+
+    def add(self, total: Tensor, mean: Tensor, event: torch.cuda.Event | None) -> None:
+        """total (S) += mean (S), once it has arrived."""
+        if event is not None:
+            event.synchronize()
+        if self.addend is None:
+            self.addend = torch.empty_like(self.scratch)
+        for part, addend in zip(total.split(PART), mean.split(PART)):
+            part.add_(self.addend[: addend.numel()].copy_(addend))
+
+    def land(self, unit: Unit) -> None:
+        """Wait for the mean that is on its way down, and until it is added to what is there.
+
+        It counts as landed only then: a wait that was interrupted is taken up again, and an addition that failed raises
+        each time, so that no sum is taken for whole.
+        """
+        if unit in self.falling:
+            self.falling[unit]()
+            del self.falling[unit]
+
+    def at_hand(self, unit: Unit) -> None:
+        """At the host."""
+        self.finish(unit)
+        self.land(unit)
+
+    def slice_norm(self, rank: int, norm_type: float) -> Tensor:
+        """Computed at the host, told on the GPU."""
+        return super().slice_norm(rank, norm_type).to(self.device)
+
+    def updates_itself(self) -> bool:
+        """From an fp32 copy of one unit's gradient. But an optimizer of the user's may count its calls."""
+        return is_known(self.optimizer)
+
+    def update_masters(self) -> None:
+        """Unit after unit, in the order in which means arrive."""
+        self.link.let_go()
+        if self.coefficient is not None:
+            self.coefficient = self.coefficient.to("cpu")
+        self.update_all([unit for unit in reversed(self.trainable) if unit.holds_gradient])
+
+    def update_all(self, units: list[Unit]) -> None:
+        """All units that have a gradient."""
+        for unit in units:
+            self.update(unit)
+
+    def update(self, unit: Unit) -> None:
+        """One unit's, and its cast begins to rise."""
+        self.at_hand(unit)
+        if one_pass.knows(self.optimizer):
+            self.rise(unit, lambda staging: self.update_in_parts(unit, staging))
+        else:
+            self.update_by_own_step(unit)
+            self.follow(unit)
+
+    def update_in_parts(self, unit: Unit, staging: Tensor) -> None:
+        """AdamW, and the cast to `staging`: parts so small that the fp32 gradient never leaves the CPU's caches."""
+        used = list(unit.used_pieces(unit.own_grad))
+        if len(used) < len(unit.pieces):
+            staging.copy_(unit.master)
+        for (group, piece, grad), (_, _, cast) in zip(used, unit.used_pieces(staging)):
+            state = one_pass.begun(self.optimizer, piece)
+            state["step"] += 1
+            wholes = (piece.detach(), grad, state["exp_avg"], state["exp_avg_sq"], cast)
+            for master, grad, *rest in zip(*(whole.split(PART) for whole in wholes)):
+                upcast = self.scratch[: grad.numel()].copy_(grad)
+                if self.coefficient is not None:
+                    upcast.mul_(self.coefficient)
+                one_pass.update(master, upcast, *rest, state["step"], None, self.optimizer.param_groups[group])
+            piece.grad = None
+
+    def update_by_own_step(self, unit: Unit) -> None:
+        """The step of the optimizer's class, which finds no other unit's parameters."""
+        grad = unit.own_grad.to(self.master_dtype)
+        if self.coefficient is not None:
+            grad = grad * self.coefficient
+        groups = self.optimizer.param_groups
+        everything = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = []
+        for group, piece, part in unit.used_pieces(grad):
+            piece.grad = part
+            groups[group]["params"].append(piece)
+        try:
+            step_without_hooks(self.optimizer)
+        finally:
+            for group, params in zip(groups, everything):
+                group["params"] = params
+            for _, piece in unit.pieces:
+                piece.grad = None
+
+    def follow(self, unit: Unit) -> None:
+        """A cast of the master goes up."""
+        self.rise(unit, lambda staging: staging.copy_(unit.master))
+
+    def rise(self, unit: Unit, write: Callable[[Tensor], object]) -> None:
+        """What `write` makes of its argument (S), at the host, goes up."""
+        target = self.on_gpu(unit)
+        staging = self.link.staging_for(target)
+        write(staging)
+        self.rising[unit] = self.link.up(staging, target)
+
+    def publish(self, unit: Unit) -> None:
+        """What is published has to be there: the current stream waits, the host does not."""
+        self.wait_for_rising(unit)
+        super().publish(unit)
+
+    def wait_for_rising(self, unit: Unit) -> None:
+        event = self.rising.pop(unit, None)
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def replace(self, unit: Unit, values: Tensor) -> None:
+        """The slice on the GPU as well."""
+        super().replace(unit, values)
+        self.on_gpu(unit).copy_(unit.own(values))
+
+    def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """The slices on the GPU, and what lies at the host between step and step."""
+        yield from super().tensors()
+        for unit, shard in self.resident.items():
+            yield "parameters", unit.name, shard
+        yield from self.host_tensors()
+
+    def host_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """What lies in host memory, (category, label, tensor)."""
+        yield from super().host_tensors()
+        for unit in self.units:
+            yield from self.states(unit)
+            if unit.own_grad is not None:
+                yield "gradients", unit.name, unit.own_grad
+        for place in (self.landing, self.sums):
+            for unit, gradient in place.items():
+                yield "gradients", unit.name, gradient
+        for buffer in self.link.staging:
+            yield "communication", "on their way up", buffer
+        for scratch in (self.scratch, self.addend):
+            if scratch is not None:
+                yield "gradients", "fp32 of a part", scratch
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """The step of the optimizer's class: the hooks on it belong to the step that the user calls."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):  # torch wraps it when an optimizer of the class is made
+        step = step.__wrapped__
+    step(optimizer)
+
+
+class OffloadedZero1(Offload, Zero1):
+    """P_os, with the optimizer's states at the host."""
+
+
+class OffloadedZero2(Offload, Zero2):
+    """P_os+g, with the optimizer's states at the host."""
+
+
+class OffloadedZero3(Offload, Zero3):
+    """P_os+g+p, with the optimizer's states at the host."""
+
+
+STAGES = {1: OffloadedZero1, 2: OffloadedZero2, 3: OffloadedZero3}
