@@ -5,8 +5,8 @@
 In a deck (Marp Markdown, https://marp.app):
 
     ```python zero_mini.zero1.Zero1.publish                the source of what has this name, its docstring too
-    ```python zero_mini.ddp.DDP.finish without docstring
-    ```python zero_mini.comm.Comm.agree from "first" to "raise"     lines from one with these words to one with those
+    ```python zero_mini.script.Script.finish_reduction without docstring
+    ```python zero_mini.comm.Comm.launch from "first" to "raise"   lines from one with these words to one with those
     ```text zero_mini.zero1 paragraph "time -->"           the paragraph of its docstring that begins so
     ```text said by hang                                   what a function of messages.py returns
     {{memory/memory/stages/0/peak_bytes:GB}}               a number of zero_mini/measured/memory.json, in GB

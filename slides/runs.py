@@ -53,8 +53,7 @@ def holdings_of(stages: tuple[int, ...]) -> tuple[Layout, dict[int, list[Holding
             optimizer.zero_grad()
             model(inputs, targets).backward()
             step()
-        for unit in zero.units:
-            zero.finish(unit)
+        zero.wait()
         return layout(zero.units[1]), holdings(zero, zero.units[1])
 
     found = run(lambda: [one(stage) for stage in stages], N)

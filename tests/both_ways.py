@@ -195,7 +195,7 @@ class Job:
 
     def every(self, value: object) -> list:
         """Each rank's value."""
-        return [value] if self.zero is None else self.zero.comm.host_gather(value)
+        return [value] if self.zero is None else self.zero.comm.host.gather(value)
 
     def no_sync(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.zero is None else self.zero.no_sync()

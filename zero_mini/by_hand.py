@@ -47,7 +47,7 @@ def flatten(tensors):  # one new buffer (P), with zeros at its end so that N div
     return nn.functional.pad(full, (0, -full.numel() % dist.get_world_size()))
 
 
-def shard_of(full):  # this rank's slice (S) of full (P), a view [Unit.own]
+def shard_of(full):  # this rank's slice (S) of full (P), a view [Unit.slice_of]
     return full.chunk(dist.get_world_size())[dist.get_rank()]
 
 
@@ -59,9 +59,9 @@ class Block:
         self.full = flatten(self.params)  # (P)
         dist.broadcast(self.full, src=0)  # all ranks start with the same parameters [Comm.broadcast]
         nn.utils.vector_to_parameters(self.full, self.params)  # each parameter becomes a view of full [Unit.show]
-        self.shard = self.full if stage == 0 else shard_of(self.full)  # (1) (P) [DDP.own] or (S) [Zero1.own]
+        self.shard = self.full if stage == 0 else shard_of(self.full)  # (1) (P) [DDP.adopt] or (S) [Zero1.adopt]
         if stage == 3:
-            self.shard = self.shard.clone()  # a copy, because full is freed [Zero3.own]
+            self.shard = self.shard.clone()  # a copy, because full is freed [Zero3.adopt]
             self.free()
 
     def gather(self):  # allocate full, and fill it with the shards of all ranks [Zero3.gather]

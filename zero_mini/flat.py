@@ -29,6 +29,7 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import ReferenceType
 
 import torch
@@ -36,6 +37,9 @@ from torch import nn
 from torch._utils import _flatten_dense_tensors
 
 from zero_mini.binding.parameter import HeldParameter, HiddenParameter, grad_of, plainly, set_data, set_grad
+
+if TYPE_CHECKING:
+    from zero_mini.comm import Launched
 
 ALIGN = 32  # elements: 128 bytes in fp32, 64 in bf16
 
@@ -52,6 +56,14 @@ def round_up(numel: int, multiple: int) -> int:
 def count_none(grads: list) -> int:
     """How many are None. (`in` and `count` would compare tensors by value.)"""
     return sum(map(operator.is_, grads, repeat(None)))
+
+
+class Reduction(NamedTuple):
+    """A unit's gradients in flight."""
+
+    work: "Launched"
+    mean: torch.Tensor  # where the mean arrives, shaped like the master
+    buffer: torch.Tensor  # (P) in use until then
 
 
 @dataclass(eq=False)
@@ -73,19 +85,20 @@ class Unit:
     middle: nn.Parameter | None = None  # whose gradient says that backward is half through the unit
     full: torch.Tensor | None = None  # (P) what the model computes with; stage 3 has none
     master: torch.Tensor | None = None  # (P) or (S) what this rank's optimizer updates
-    grad: torch.Tensor | None = None  # (P) this rank's gradients, not reduced yet
-    own_grad: torch.Tensor | None = None  # shaped like master: the mean over ranks
+    local_grad: torch.Tensor | None = None  # (P) this rank's gradients, not reduced yet
+    mean_grad: torch.Tensor | None = None  # shaped like master: the mean over ranks
     pieces: list[tuple[int, nn.Parameter]] = field(default_factory=list)  # (group, view of master)
-    reducing: tuple | None = None  # (work, result, buffer) of a reduction under way
-    outstanding: int = 0  # forward calls whose backward has not come yet
+    reducing: "Reduction | None" = None  # in flight
+    pending_backwards: int = 0  # forward calls whose backward has not come yet
     used: int = 0  # bit i: this rank has brought a gradient to params[i] since zero_grad()
     used_anywhere: int = 0  # the same for any rank, known from the exchange at the step
     apart: set[int] = field(default_factory=set)  # params that are a run of their own
-    stage: ReferenceType | None = None  # of the stage that trains it
+    place: object | None = None  # at stage 3: where it is gathered to (zero3.Place)
+    stage: ReferenceType | None = None  # the handle that trains it
     is_whole: bool = False  # shown by zero.full_params()
     shows_grads: bool = False  # and gradients too, by zero.full_params(grads=True)
-    nothing: list[torch.Tensor] = field(default_factory=list)  # one NaN in each parameter's shape: takes no memory
-    shown: list[torch.Tensor] = field(default_factory=list)  # what its parameters are now: `nothing`, or views
+    nan_views: list[torch.Tensor] = field(default_factory=list)  # one NaN in each parameter's shape: takes no memory
+    visible: list[torch.Tensor] = field(default_factory=list)  # what its parameters are now: `nan_views`, or views
     versions: list[int] = field(default_factory=list)  # how often each parameter had been written to (binding/watch.py)
 
     def __post_init__(self):
@@ -111,23 +124,23 @@ class Unit:
 
     @property
     def holds_gradient(self) -> bool:
-        return any(state is not None for state in (self.grad, self.own_grad, self.reducing))
+        return any(state is not None for state in (self.local_grad, self.mean_grad, self.reducing))
 
     @property
     def hides_gradient(self) -> bool:
         """A parameter's .grad would be None although there is a gradient."""
         return self.holds_gradient and not self.shows_grads
 
-    def own(self, buffer: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+    def slice_of(self, buffer: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """buffer (P) -> this rank's (or another's) slice (S), a view."""
         rank = self.rank if rank is None else rank
         return buffer[rank * self.S : (rank + 1) * self.S]
 
-    def kept(self, values: torch.Tensor) -> torch.Tensor:
+    def part_of_master(self, values: torch.Tensor) -> torch.Tensor:
         """values (P) -> the part of them that the master has: all, or this rank's slice; a view."""
-        return values if self.master.numel() == self.P else self.own(values)
+        return values if self.master.numel() == self.P else self.slice_of(values)
 
-    def begin_of(self, owned: torch.Tensor) -> int:
+    def start_of(self, owned: torch.Tensor) -> int:
         """Where in the flat buffer `owned` begins: all of it (P), or this rank's slice (S)."""
         return 0 if owned.numel() == self.P else self.rank * self.S
 
@@ -166,7 +179,7 @@ class Unit:
             self.used |= sum(1 << index for index, grad in enumerate(grads) if grad is not None)
 
     def take_grads(self, accumulate_dtype: torch.dtype) -> None:
-        """Move every parameter's .grad into `grad` (P): the first is copied, further ones are added.
+        """Move every parameter's .grad into `local_grad` (P): the first is copied, further ones are added.
 
         Sums of several micro-batches are kept in `accumulate_dtype`: bf16 would stall (512 times
         1.0 adds up to 256). A parameter without a gradient counts as zero.
@@ -174,18 +187,28 @@ class Unit:
         grads = self.grads()
         self.note_used(grads)
         with plainly():
-            if self.grad is None and self.is_dense and not count_none(grads):
-                self.grad = _flatten_dense_tensors(grads)  # what the next branch does, in one operation
-            elif self.grad is None:
-                self.grad = torch.empty(self.P, dtype=self.params[0].dtype, device=self.params[0].device)
-                self.fill(self.grad, grads)
+            if self.local_grad is None and self.is_dense and not count_none(grads):
+                self.local_grad = _flatten_dense_tensors(grads)  # what the next branch does, in one operation
+            elif self.local_grad is None:
+                self.local_grad = torch.empty(self.P, dtype=self.params[0].dtype, device=self.params[0].device)
+                self.fill(self.local_grad, grads)
             else:
-                self.grad = self.grad.to(accumulate_dtype)
-                present = [(view, grad) for view, grad in zip(self.views(self.grad), grads) if grad is not None]
+                self.local_grad = self.local_grad.to(accumulate_dtype)
+                present = [(view, grad) for view, grad in zip(self.views(self.local_grad), grads) if grad is not None]
                 if present:
                     torch._foreach_add_(*map(list, zip(*present)))
             for param in self.params:
                 set_grad(param, None)
+
+    def forget_grads(self, set_to_none: bool) -> None:
+        """No gradient, or zeros if there was one."""
+        zeros = torch.zeros_like(self.master) if self.holds_gradient and not set_to_none else None
+        self.local_grad, self.mean_grad = None, zeros
+        if set_to_none:
+            self.used = 0
+        with plainly():
+            for tensor in (*self.params, *(piece for _, piece in self.pieces)):
+                set_grad(tensor, None)
 
     def fill(self, buffer: torch.Tensor, tensors: list) -> torch.Tensor:
         """buffer (P) <- one tensor a parameter; zero where it is None and in the gaps."""
@@ -201,26 +224,26 @@ class Unit:
         return buffer
 
     def show(self, views: list[torch.Tensor]) -> None:
-        """Let the parameters be these views; `nothing` hides them."""
-        if views is not self.shown:
-            cls = HiddenParameter if views is self.nothing else HeldParameter
+        """Let the parameters be these views; `nan_views` hides them."""
+        if views is not self.visible:
+            cls = HiddenParameter if views is self.nan_views else HeldParameter
             with plainly():
                 for param, view in zip(self.params, views):
                     set_data(param, view)
                     param.__class__ = cls
-            self.shown = views
+            self.visible = views
 
-    def rest(self) -> None:
-        """Out of turn: the right shapes, no memory, and no value that an operation could read."""
-        self.show(self.nothing)
+    def hide(self) -> None:
+        """Outside its turn: the right shapes, no memory, and no value that an operation could read."""
+        self.show(self.nan_views)
 
-    def cut(self, owned: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    def by_group(self, owned: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """owned, (P) or a slice (S) -> [(group, view)], one for each run that reaches into it."""
         return [(run.group, owned[run.low : run.high]) for run in self.runs[owned.numel()]]
 
     def used_pieces(self, owned: torch.Tensor) -> Iterator[tuple[int, nn.Parameter, torch.Tensor]]:
         """(group, piece, its part of `owned`) of what any rank used since zero_grad(): what the optimizer updates."""
-        for run, (group, piece), (_, view) in zip(self.runs[owned.numel()], self.pieces, self.cut(owned)):
+        for run, (group, piece), (_, view) in zip(self.runs[owned.numel()], self.pieces, self.by_group(owned)):
             if self.used_anywhere >> run.first & (1 << run.after - run.first) - 1:
                 yield group, piece, view
 

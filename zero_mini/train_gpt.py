@@ -46,10 +46,11 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from zero_mini import zeroify
-from zero_mini.activations.checkpointing import checkpoint_blocks, waiting_places
+from zero_mini.activations.checkpointing import checkpoint_blocks
 from zero_mini.checkpoint.sharded import CheckpointError, Checkpoints
 from zero_mini.comm import Call
-from zero_mini.ddp import DDP
+from zero_mini.memory.inventory import waiting_places
+from zero_mini.script import Script
 from zero_mini.trainer import text
 from zero_mini.trainer.fits import check_memory
 from zero_mini.trainer.gpt import GPT, PRESETS, GPTConfig, generate, init_weight, param_groups, parameter_count
@@ -217,7 +218,7 @@ def train(options: Options, job: Job, place: Place) -> None:
             print(f"\nthe held-out text begins:\n{fill(opening)}\n\nthe model goes on:\n{fill(written)}")
 
 
-def build(options: Options, job: Job, place: Place) -> tuple[DDP, torch.optim.lr_scheduler.LRScheduler]:
+def build(options: Options, job: Job, place: Place) -> tuple[Script, torch.optim.lr_scheduler.LRScheduler]:
     """Model and optimizer, as a handle at the stage that was asked for; the schedule. Collective."""
     torch.manual_seed(options.seed)
     if options.offload:  # the update runs on the CPU then, for which torchrun leaves a rank one thread
@@ -248,7 +249,7 @@ def build(options: Options, job: Job, place: Place) -> tuple[DDP, torch.optim.lr
 
 
 def fit(
-    zero: DDP, scheduler, options: Options, job: Job, folder: Folder, begun: int = 0, saving: Saving | None = None
+    zero: Script, scheduler, options: Options, job: Job, folder: Folder, begun: int = 0, saving: Saving | None = None
 ) -> tuple[dict[str, dict], list[Call]]:
     """The loop after step `begun`. What this rank held (place -> category -> bytes) and sent in the last step."""
     held, batches = {}, job.batches_from(begun)
@@ -261,7 +262,7 @@ def fit(
             loss = accumulate(zero, next(batches), job.device)
             if reading:
                 # Now, as the paper counts: clipping copies 16-bit gradients to fp32.
-                held = {place: zero.memory(place) for place in zero.places}
+                held = {place: zero.memory(place) for place in zero.update.places}
             norm = zero.clip_grad_norm_(options.clip)
             lr = scheduler.get_last_lr()[0]
             zero.optimizer.step()
@@ -293,7 +294,7 @@ def fit(
     return held, zero.ledger
 
 
-def accumulate(zero: DDP, micro_batches: list[text.Batch], device: torch.device) -> torch.Tensor:
+def accumulate(zero: Script, micro_batches: list[text.Batch], device: torch.device) -> torch.Tensor:
     """The gradient of the mean loss over all micro-batches and ranks; returns this rank's loss, on the device."""
     total = torch.zeros((), device=device)
     for index, (x, y) in enumerate(micro_batches):
@@ -310,7 +311,7 @@ def to(device: torch.device, tokens: torch.Tensor) -> torch.Tensor:
     return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
 
 
-def read(recent: list[torch.Tensor | None], step: int, zero: DDP, options: Options) -> tuple[float, float]:
+def read(recent: list[torch.Tensor | None], step: int, zero: Script, options: Options) -> tuple[float, float]:
     """The last taken step's loss, mean over ranks, and norm; NaN if all were skipped. Here the host waits.
 
     Refusal, on every rank, if any rank's loss or norm was not finite in one of the steps up to `step` that was taken.
@@ -318,7 +319,7 @@ def read(recent: list[torch.Tensor | None], step: int, zero: DDP, options: Optio
     taken = [(number, pair) for number, pair in enumerate(recent, step - len(recent) + 1) if pair is not None]
     if not taken:  # on all ranks alike
         return math.nan, math.nan
-    ranks = zero.comm.host_gather(torch.stack([pair for _, pair in taken]).tolist())  # [rank][step](loss, norm)
+    ranks = zero.comm.host.gather(torch.stack([pair for _, pair in taken]).tolist())  # [rank][step](loss, norm)
     for (number, _), one_step in zip(taken, zip(*ranks)):
         for rank, values in enumerate(one_step):
             for what, value in zip(("loss", "gradient norm"), values):
@@ -329,13 +330,13 @@ def read(recent: list[torch.Tensor | None], step: int, zero: DDP, options: Optio
 
 
 @torch.no_grad()
-def validate(zero: DDP, job: Job) -> float:
+def validate(zero: Script, job: Job) -> float:
     """Mean loss over the validation sequences, of which each rank computes its share. Collective."""
     zero.model.eval()
     total = sum(zero.model(to(job.device, x), to(job.device, y)).item() * len(x) for x, y in job.validation)
     zero.model.train()
-    zero.comm.end_step()  # what stage 3 gathered here is no part of a training step's ledger
-    return sum(zero.comm.host_gather(total)) / job.validation_sequences
+    zero.comm.ledger.end_step()  # what stage 3 gathered here is no part of a training step's ledger
+    return sum(zero.comm.host.gather(total)) / job.validation_sequences
 
 
 def describe(options: Options, job: Job, place: Place) -> str:
@@ -355,7 +356,7 @@ def describe(options: Options, job: Job, place: Place) -> str:
     return "\n".join(lines)
 
 
-def tell(options: Options, job: Job, zero: DDP, held: dict[str, dict], calls: list[Call]) -> None:
+def tell(options: Options, job: Job, zero: Script, held: dict[str, dict], calls: list[Call]) -> None:
     """What the run held and sent, as `fit` returned it, beside what the paper says; and what else cost memory."""
     if held:  # there was a step
         psi, itemsize = parameter_count(job.config), DTYPES[job.precision].itemsize

@@ -15,6 +15,7 @@ because the optimizer must hold slices of the very buffers that the model's para
 """
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,13 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_mini.binding import checks
-from zero_mini.binding.hooks import hook_optimizer
+from zero_mini.binding import checks, hooks, pieces, watch
+from zero_mini.binding.parameter import HeldParameter, set_grad
+from zero_mini.binding.state_dict import hook_state_dicts, load_optimizer_states
 from zero_mini.binding.units import make_units
 from zero_mini.comm import Comm
 from zero_mini.ddp import DDP
+from zero_mini.script import Script
 from zero_mini.update.loss_scale import LossScaler
-from zero_mini.update.offload import STAGES as OFFLOADED
+from zero_mini.update.on_device import OnDevice
 from zero_mini.wire.copy_engine import gather_by_copy_engines
 from zero_mini.zero1 import Zero1
 from zero_mini.zero2 import Zero2
@@ -41,7 +44,7 @@ STAGES = (DDP, Zero1, Zero2, Zero3)
 def zeroify(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    stage: int = 2,
+    stage: int | type[Script] = 2,
     *,
     dtype: torch.dtype | None = None,
     units: Sequence[nn.Module | Sequence[nn.Module]] | None = None,
@@ -51,9 +54,11 @@ def zeroify(
     group: dist.ProcessGroup | None = None,
     scaler: LossScaler | None = None,
     offload: str | os.PathLike | None = None,
-) -> DDP:
+    comm: Comm | None = None,
+) -> Script:
     """Train `model` with `optimizer` at ZeRO stage 0 (plain data parallelism), 1, 2 or 3.
 
+    stage        its number, or a class that overrides moments of one (script.py has the list).
     dtype        what the model computes in; None: the dtype of its parameters. With torch.bfloat16
                  the optimizer keeps the parameters' own dtype as master copy (mixed precision). With
                  torch.float16 the loss must be scaled too: zero.scale(loss).backward().
@@ -70,6 +75,7 @@ def zeroify(
     scaler       how the loss scale begins and grows in fp16; None: from 2**16, as torch's does.
     offload      "host": master copy and optimizer states wait in host memory, and the CPU updates them; a folder:
                  they wait in files there. Stages 1 to 3.
+    comm         how ranks reach each other, in place of `group`: an instance of a subclass of Comm.
 
     Every rank must call it with the same model; rank 0's values are taken. Returns the handle: clip_grad_norm_,
     no_sync, scale, full_params, named_parameters, add_penalty, updating, state_dict, load_state_dict, memory, ledger.
@@ -78,31 +84,63 @@ def zeroify(
     A parameter that no rank uses in a step is left alone as torch leaves a gradient that is None: value, states and the
     optimizer's count of its steps. requires_grad_() may be called at any time for parameters that are in a param group.
     """
-    checks.check_process_group(group)
-    comm = Comm(group)
+    if comm is None:
+        checks.check_process_group(group)
+        comm = Comm(group)
     plan = checks.Plan(model, optimizer, stage, dtype, units, elementwise, initialise is not None, offload, scaler)
     checks.check_everywhere(plan, comm)
     if device is None:
         on_cuda = comm.is_nccl or plan.device.type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    made = make_units(model, plan.blocks, plan.group_of, comm.rank, comm.world_size)
-    begun = {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
-    where = torch.device(device)
-    build = stage_class(stage, offload)
-    with gather_by_copy_engines(comm, made if stage > 0 else []):
-        zero = build(model, optimizer, made, comm, dtype or plan.dtype, where, initialise, scaler)
-    zero.load_optimizer_states(begun)  # what the optimizer's constructor made, as Adagrad's does
-    zero.hook_state_dicts()
-    hook_optimizer(zero)
+    dtype = dtype or plan.dtype
+    if scaler is None and dtype == torch.float16:
+        scaler = LossScaler()
+    states = {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
+    all_units = make_units(model, plan.blocks, plan.group_of, comm.rank, comm.world_size)
+    build = STAGES[stage] if isinstance(stage, int) else stage
+    zero = build(model, optimizer, all_units, comm, dtype, torch.device(device), scaler, maker_of_update(offload))
+    with gather_by_copy_engines(comm, all_units if build.sharded else []):
+        take_over(zero, initialise)
+    load_optimizer_states(zero, states)  # what the optimizer's constructor made, as Adagrad's does
+    hook_state_dicts(zero)
+    hooks.hook_optimizer(zero)
     return zero
 
 
-def stage_class(stage: int, offload: str | os.PathLike | None) -> Callable[..., DDP]:
-    """The class of the stage, or of the offload that goes on top of it."""
-    if offload is None:
-        return STAGES[stage]
-    if offload == "host":
-        return OFFLOADED[stage]
-    from zero_mini.update import disk  # fcntl, which it locks its folder with, is not everywhere
+def take_over(zero: Script, initialise: Callable[[str, torch.Tensor], None] | None) -> None:
+    """Unit by unit, so that the peak is the final states plus two units: values become what the stage keeps of them."""
+    zero.prepare()
+    for unit in zero.units:
+        unit.materialise(initialise, zero.device)
+        values = unit.flatten(zero.master_dtype, zero.device)
+        zero.comm.broadcast(values, unit.name).wait()
+        unit.nan_views = [values.new_full((), float("nan"), dtype=zero.dtype).expand(s) for s in unit.shapes]
+        zero.adopt(unit, values)
+        zero.update.adopt(unit)
+        watch.note_versions(unit)
+        for param in unit.params:
+            set_grad(param, None)
+            param.unit = unit
+            param.__class__ = type(param) if isinstance(param, HeldParameter) else HeldParameter
+        unit.stage = weakref.ref(zero)
+    zero.model.to(zero.device)  # what is left: buffers
+    zero.sync_buffers()
+    zero.comm.ledger.end_step()
+    for unit in zero.trainable:
+        pieces.make_pieces(zero, unit)
+    pieces.point_optimizer_to_pieces(zero)
+    zero.update.ready()
+    hooks.connect(zero)
 
-    return partial(disk.STAGES[stage], Path(offload))
+
+def maker_of_update(offload: str | os.PathLike | None) -> Callable[[Script], OnDevice]:
+    """What updates the masters, and where."""
+    if offload is None:
+        return OnDevice
+    if offload == "host":
+        from zero_mini.update.offload import Offload
+
+        return Offload
+    from zero_mini.update.disk import OnDisk  # fcntl, which it locks its folder with, is not everywhere
+
+    return partial(OnDisk, folder=Path(offload))

@@ -692,7 +692,7 @@ def trained(stage: int | None, prepare=None, afterwards=False, merge=0, dtype=No
                 losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        ledgers.append([] if zero is None else zero.comm.last_step)
+        ledgers.append([] if zero is None else zero.comm.ledger.last_step)
     model.eval()
     with torch.no_grad():
         losses.append(model(tokens[:, :-1], tokens[:, 1:]))
@@ -791,7 +791,7 @@ def gathers_in_a_step(build) -> list[str]:
         model(torch.randn(3, 5), None).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [call.unit for call in zero.comm.last_step if call.kind == "all_gather"]
+    return [call.unit for call in zero.comm.ledger.last_step if call.kind == "all_gather"]
 
 
 @pytest.mark.parametrize("name, more", [("one", 0), ("two", 0), ("one in another", 0), ("three", 2)])

@@ -17,12 +17,15 @@ import torch.distributed as dist
 from models import ZOO
 from parity import Loop, parity
 
-from zero_mini.binding.hooks import Hooks, backward_is_running
+from zero_mini.binding import hooks
+from zero_mini.binding.out_of_turn import backward_is_running
 from zero_mini.binding.parameter import plainly, set_grad
 from zero_mini.comm import Comm
 from zero_mini.ddp import DDP
 from zero_mini.flat import Unit
-from zero_mini.update.clip import Clipping
+from zero_mini.script import Script
+from zero_mini.update.clip import slice_norm
+from zero_mini.update.on_device import OnDevice
 from zero_mini.zero1 import Zero1
 from zero_mini.zero2 import Zero2
 from zero_mini.zero3 import Zero3
@@ -96,19 +99,19 @@ def leaves_missing_as_they_are(original):
 
 
 def not_on_the_last_rank(original):
-    def before_step(self):
+    def hand_means_to_optimizer(self):
         original(self)
-        if self.rank == self.world_size - 1:
+        if self.zero.rank == self.zero.world_size - 1:
             with plainly():
-                for unit in self.trainable:
+                for unit in self.zero.trainable:
                     for _, piece in unit.pieces:
                         set_grad(piece, None)
 
-    return before_step
+    return hand_means_to_optimizer
 
 
 def all_slices_but_the_last(original):
-    return lambda self, norm_type: torch.stack([self.slice_norm(r, norm_type) for r in range(self.world_size - 1)])
+    return lambda self, norm_type: torch.stack([slice_norm(self, r, norm_type) for r in range(self.world_size - 1)])
 
 
 def nothing(original):
@@ -124,7 +127,7 @@ def the_other_group(original):
 
 
 def own_norm_only(original):
-    return lambda self, norm_type: self.slice_norm(self.rank, norm_type).view(1)
+    return lambda self, norm_type: slice_norm(self, self.rank, norm_type).view(1)
 
 
 def every_name_counts(original):
@@ -138,10 +141,10 @@ def every_name_counts(original):
 
 
 def draws_a_number_in_a_recompute(original):
-    def enter_forward(self, *args):
+    def enter_forward(zero, *args):
         if backward_is_running():
             torch.rand(1)
-        return original(self, *args)
+        return original(zero, *args)
 
     return enter_forward
 
@@ -155,12 +158,12 @@ def late(original):
 
 
 def does_not_wait_for_means(original):
-    def finish(self, unit):
+    def finish_reduction(self, unit):
         if unit.reducing is not None:
-            unit.reducing = (Done(), *unit.reducing[1:])
+            unit.reducing = unit.reducing._replace(work=Done())
         original(self, unit)
 
-    return finish
+    return finish_reduction
 
 
 def does_not_wait_for_new_values(original):
@@ -174,10 +177,10 @@ def does_not_wait_for_new_values(original):
 
 def does_not_wait_for_its_slot(original):
     def gather(self, unit):
-        if unit.slot.holder is not unit:
+        if unit.place.slot.holder is not unit:
             self.launch_gather(unit)
-        if unit.slot.arriving is not None:
-            unit.slot.arriving = Done()
+        if unit.place.slot.arriving is not None:
+            unit.place.slot.arriving = Done()
         original(self, unit)
 
     return gather
@@ -197,16 +200,18 @@ MAKE_UNITS = (importlib.import_module("zero_mini.zeroify"), "make_units", every_
 
 MUTANTS = {
     "gradients are summed, not averaged": Mutant(((Comm, "_prepare_mean", sums_for_means),), shows="grad of"),
-    "a shard begins one element late": Mutant(((Unit, "own", begins_one_element_late),), loop=CLIPPED),
+    "a shard begins one element late": Mutant(((Unit, "slice_of", begins_one_element_late),), loop=CLIPPED),
     "padding is not zeroed": Mutant(((Unit, "fill", leaves_gaps_as_they_are),), loop=CLIPPED, shows="norms"),
     "what nobody used here is not zeroed": Mutant(
         ((Unit, "fill", leaves_missing_as_they_are),), model="unused on some ranks", shows="grad of"
     ),
-    "the last shard is not updated": Mutant(((DDP, "before_step", not_on_the_last_rank),), shows="param of"),
-    "the last slice is left out of the norm": Mutant(
-        ((Clipping, "partial_norms", all_slices_but_the_last),), (0,), loop=CLIPPED, shows="norms"
+    "the last shard is not updated": Mutant(
+        ((OnDevice, "hand_means_to_optimizer", not_on_the_last_rank),), shows="param of"
     ),
-    "gradients of the last step stay": Mutant(((DDP, "zero_grad", nothing),), shows="grad of"),
+    "the last slice is left out of the norm": Mutant(
+        ((DDP, "partial_norms", all_slices_but_the_last),), (0,), loop=CLIPPED, shows="norms"
+    ),
+    "gradients of the last step stay": Mutant(((Script, "zero_grad", nothing),), shows="grad of"),
     "new values are not sent": Mutant(((Zero1, "publish", nothing),), (1, 2), shows="loss"),
     # Unwatched: reading whole gradients before the step would empty the slots, and so hide the mistake.
     "slots keep the values of the last step": Mutant(
@@ -216,7 +221,7 @@ MUTANTS = {
         ((Comm, "broadcast", nothing_is_sent),), model="ranks start differently", shows="at the start"
     ),
     "weight decay goes to the other group": Mutant(
-        ((Unit, "cut", the_other_group),), loop=Loop("AdamW"), shows="param of"
+        ((Unit, "by_group", the_other_group),), loop=Loop("AdamW"), shows="param of"
     ),
     "each rank clips by its own norm": Mutant(
         ((Zero1, "partial_norms", own_norm_only),), (1, 2, 3), loop=CLIPPED, shows="ranks have norms"
@@ -226,12 +231,14 @@ MUTANTS = {
     ),
     # torch's checkpoint restores the random state, then runs the block: its hooks must not draw from it.
     "a recompute meets other random numbers": Mutant(
-        ((Hooks, "_enter_forward", draws_a_number_in_a_recompute),), model="checkpoint", shows="grad of"
+        ((hooks, "enter_forward", draws_a_number_in_a_recompute),), model="checkpoint", shows="grad of"
     ),
     "the second gather of stage 3 is left out": Mutant(
-        tuple((Zero3, name, as_stage_2_does) for name in ("before_backward", "on_grad")), (3,), shows="grad of"
+        tuple((Zero3, name, as_stage_2_does) for name in ("before_backward", "after_backward")), (3,), shows="grad of"
     ),
-    "the means are not waited for": Mutant((*LATE_WIRE, (DDP, "finish", does_not_wait_for_means)), shows="grad of"),
+    "the means are not waited for": Mutant(
+        (*LATE_WIRE, (Script, "finish_reduction", does_not_wait_for_means)), shows="grad of"
+    ),
     "the new values are not waited for": Mutant(
         (*LATE_WIRE, (Zero1, "before_forward", does_not_wait_for_new_values)), (1, 2), shows="loss"
     ),

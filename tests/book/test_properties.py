@@ -71,13 +71,13 @@ def test_slices_and_pieces_cover_the_buffer_once_and_each_element_is_in_its_grou
     params, groups = parameters(specs, dtype)
     units = unit_on_each_rank(params, groups, world_size)
     buffer = numbered(units[0])
-    assert torch.equal(torch.cat([unit.own(buffer) for unit in units]), buffer)
-    pieces = [piece for unit in units for piece in unit.cut(unit.own(buffer))]
+    assert torch.equal(torch.cat([unit.slice_of(buffer) for unit in units]), buffer)
+    pieces = [piece for unit in units for piece in unit.by_group(unit.slice_of(buffer))]
     assert torch.equal(torch.cat([view for _, view in pieces]), buffer)
     group_of = torch.cat([torch.full_like(view, group) for group, view in pieces])
     for view, group in zip(units[0].views(buffer), groups):
         assert torch.all(group_of[view.flatten()] == group)
-    whole = [group for group, _ in units[0].cut(buffer)]  # as stage 0 has it: one range a group
+    whole = [group for group, _ in units[0].by_group(buffer)]  # as stage 0 has it: one range a group
     assert whole == sorted(set(whole)) and set(whole) >= {g for g, param in zip(groups, params) if param.numel()}
 
 
@@ -118,10 +118,10 @@ def test_slices_of_n_ranks_become_those_of_m_and_again_of_n_to_the_bit(specs, dt
         old, new = (unit_on_each_rank(params, groups, size) for size in (len(slices), world_size))
         values = old[0].views(torch.cat(slices))
         whole = new[0].fill(torch.full((new[0].P,), 7777.0, dtype=dtype), values)
-        return [unit.own(whole) for unit in new]
+        return [unit.slice_of(whole) for unit in new]
 
     units = unit_on_each_rank(params, groups, n)
-    begin = [unit.own(unit.flatten(dtype, torch.device("cpu"))) for unit in units]
+    begin = [unit.slice_of(unit.flatten(dtype, torch.device("cpu"))) for unit in units]
     again = reshard(reshard(begin, m), n)
     assert all(torch.equal(one, other) for one, other in zip(begin, again, strict=True))
 
@@ -139,9 +139,9 @@ def test_gradients_of_micro_batches_add_up_and_are_zero_where_there_was_none(spe
                 total += param.grad
         unit.take_grads(torch.float64)
         assert unit.grads_arrived() == 0
-    for view, total in zip(unit.views(unit.grad), sums):
+    for view, total in zip(unit.views(unit.local_grad), sums):
         torch.testing.assert_close(view, total, rtol=1e-12, atol=1e-12)
-    assert unit.grad.count_nonzero() <= sum(param.numel() for param in params)
+    assert unit.local_grad.count_nonzero() <= sum(param.numel() for param in params)
 
 
 # --- a model --------------------------------------------------------------------------------------

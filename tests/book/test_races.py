@@ -16,6 +16,7 @@ from test_mutants import (
 
 from zero_mini.course.ranks import Ranks
 from zero_mini.ddp import DDP
+from zero_mini.script import Script
 from zero_mini.zero1 import Zero1
 from zero_mini.zero2 import Zero2
 from zero_mini.zero3 import Zero3
@@ -78,14 +79,14 @@ def test_late_collectives_change_no_bit(ranks, delay, stage):
 def changes_what_is_sent(original):
     def reduce(self, unit):
         original(self, unit)
-        unit.grad.add_(1.0)
+        unit.local_grad.add_(1.0)
 
     return reduce
 
 
 # mutant -> (patch, stages)
 MUTANTS = {
-    "the means are not waited for": ((DDP, "finish", does_not_wait_for_means), STAGES),
+    "the means are not waited for": ((Script, "finish_reduction", does_not_wait_for_means), STAGES),
     "the new values are not waited for": ((Zero1, "before_forward", does_not_wait_for_new_values), (1, 2)),
     "the slot is not waited for": ((Zero3, "gather", does_not_wait_for_its_slot), (3,)),
     "what stage 0 is sending changes": ((DDP, "reduce", changes_what_is_sent), (0,)),

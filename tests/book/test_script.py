@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_mini.comm import Comm, Launched
+from zero_mini.comm import Comm
 from zero_mini.memory.formulas import walk
 from zero_mini.zeroify import zeroify
 
@@ -61,7 +61,7 @@ def skip_a_block_under_no_sync(stage):
     with zero.no_sync():
         model(torch.ones(2, 3), skip=dist.get_rank() == 1).sum().backward()
     model(torch.ones(2, 3), skip=False).sum().backward()
-    sizes = [call.itemsize for call in zero.comm.calls]
+    sizes = [call.itemsize for call in zero.comm.ledger.calls]
     optimizer.step()
     return sizes, torch.cat([value.flatten() for value in model.state_dict().values()])
 
@@ -125,8 +125,8 @@ def late_peer():
             raise RuntimeError("Timed out waiting 60000ms for recv operation to complete\nand a long C++ trace")
 
     buffer = torch.zeros(8)
-    comm.steps = 12
-    work = Launched(Refused(), *comm._note("reduce_scatter", "blocks.3", buffer))
+    comm.ledger.steps = 12
+    work = comm.launch("reduce_scatter", "blocks.3", buffer, Refused)
     try:
         work.wait()
     except RuntimeError as error:

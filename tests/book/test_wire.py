@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_mini.comm import HEADER
 from zero_mini.memory.formulas import wire_numel
+from zero_mini.wire.host_words import HEADER
 from zero_mini.zeroify import zeroify
 
 BLOCKS = 6
@@ -64,7 +64,7 @@ def steps(stage, micro_batches=1, synced=False, clip=False, blocks=BLOCKS, profi
         seen = [(kind, numel) for _, kind, numel in sorted(seen)]
     else:
         step()
-    calls = [(c.kind, c.unit, c.numel, c.wire_numel(zero.world_size)) for c in zero.comm.last_step]
+    calls = [(c.kind, c.unit, c.numel, c.wire_numel(zero.world_size)) for c in zero.comm.ledger.last_step]
     return calls, [(unit.name, unit.P) for unit in zero.units], seen
 
 

@@ -242,7 +242,7 @@ def awkward_steps(zero, steps: range) -> list[torch.Tensor]:
             loss.backward()
             zero.optimizer.step()
             zero.optimizer.zero_grad()
-    return list(torch.stack(zero.comm.host_gather(torch.stack(losses))).mean(0))
+    return list(torch.stack(zero.comm.host.gather(torch.stack(losses))).mean(0))
 
 
 def states_of(whole: dict, name: str) -> dict[str, torch.Tensor]:

@@ -86,7 +86,7 @@ def train(stage, dtype):
             loss.backward()
             del loss
             for unit in zero.trainable:
-                zero.finish(unit)
+                zero.finish_reduction(unit)
             held = walk(zero)
             kept = [holdings(zero, unit) for unit in zero.units]
             recorder.mark("step")

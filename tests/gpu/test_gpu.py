@@ -101,7 +101,7 @@ def train_124M(stage: int, steps: int = 4) -> dict:
         del loss
         if step == steps - 1:
             for unit in zero.trainable:
-                zero.finish(unit)
+                zero.finish_reduction(unit)
             torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize()
             torch._C._cuda_clearCublasWorkspaces()

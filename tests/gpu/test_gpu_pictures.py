@@ -83,7 +83,7 @@ def kernels_of_two_steps(preset: str, batch: int, stage: int) -> list[timeline.K
     model, optimizer, zero, tokens = trainee(preset, stage, batch)
 
     def steps():
-        zero.comm.host_gather(None)
+        zero.comm.host.gather(None)
         for _ in range(2):
             model(tokens[:, :-1], tokens[:, 1:]).backward()
             optimizer.step()

@@ -59,7 +59,7 @@ def train(stage, dtype, micro_batches=1, record=False):
                     loss.backward()
             del loss
             for unit in zero.trainable:
-                zero.finish(unit)  # as the step does first
+                zero.finish_reduction(unit)  # as the step does first
             held = walk(zero)
             live_bytes = recorder.live_bytes() if record else None
             deadline = time.monotonic() + 2  # gloo's threads let go of a buffer a moment after its work is done

@@ -408,7 +408,7 @@ def test_an_addition_whose_wait_was_interrupted_is_not_left_to_the_next_gradient
         add, may_add, waits = Offload.add, threading.Event(), 0
 
         def held_back(self, total, mean, event):
-            if mean is self.landing[self.units[0]]:
+            if mean is self.landing[self.zero.units[0]]:
                 may_add.wait(60)
             add(self, total, mean, event)
 
@@ -426,7 +426,7 @@ def test_an_addition_whose_wait_was_interrupted_is_not_left_to_the_next_gradient
             for one in (expected, training):
                 one.backward(0)
                 one.backward(1)
-            falling, root = training.zero.falling, training.zero.units[0]
+            falling, root = training.zero.update.falling, training.zero.units[0]
             wait, falling[root] = falling[root], interrupted_once
             with pytest.raises(KeyboardInterrupt):
                 training.optimizer.zero_grad()
@@ -452,7 +452,7 @@ def test_a_step_is_not_taken_without_a_mean_that_could_not_be_added(ranks, place
         from zero_mini.update.offload import Offload
 
         def fails(self, total, mean, event):
-            if mean is self.landing[self.units[-1]]:
+            if mean is self.landing[self.zero.units[-1]]:
                 raise RuntimeError("this mean is lost")
             add(self, total, mean, event)
 
@@ -531,7 +531,7 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks, tmp_path):
                 setattr(owner, attribute, original)
         first = Training(1, folder)
         found["in use"] = refusal_of(folder)
-        assert first.zero.stage == 1
+        assert first.zero.sharded == ("optimizer",)
         return found
 
     first, second = ranks(2).run(work, str(tmp_path))

@@ -17,13 +17,13 @@ class Trained:
     """A small GPT in bf16 after some steps; `passes` says how often one pass was taken."""
 
     def __init__(self, stage, clip=None, touch=None, steps=4, allowed=True, zeroes=True, **options):
-        self.passes, suits, step = 0, one_pass.suits, one_pass.step
+        self.passes, suits, step = 0, one_pass.can_fuse, one_pass.step
 
         def counted(zero):
             self.passes += 1
             step(zero)
 
-        one_pass.suits = suits if allowed else lambda zero: False
+        one_pass.can_fuse = suits if allowed else lambda zero: False
         one_pass.step = counted
         try:
             torch.manual_seed(0)
@@ -46,7 +46,7 @@ class Trained:
                     optimizer.zero_grad()
             self.state = zero.state_dict()
         finally:
-            one_pass.suits, one_pass.step = suits, step
+            one_pass.can_fuse, one_pass.step = suits, step
 
 
 def same(one: dict, other: dict) -> bool:
@@ -103,7 +103,7 @@ def doubled_by_hand(zero):
 
 
 def taken_to_hand(zero):
-    zero.before_step()
+    zero.update.hand_means_to_optimizer()
 
 
 CASES = {
@@ -125,12 +125,12 @@ def test_three_passes_are_taken_for(ranks, name):
 
 def peak_of_the_step(allowed):
     held = []
-    suits = one_pass.suits
+    suits = one_pass.can_fuse
 
     def look(zero, *args):
-        held.append(sum(grad.numel() * grad.element_size() for u in zero.trainable for grad in [u.own_grad]))
+        held.append(sum(grad.numel() * grad.element_size() for u in zero.trainable for grad in [u.mean_grad]))
 
-    one_pass.suits = suits if allowed else lambda zero: False
+    one_pass.can_fuse = suits if allowed else lambda zero: False
     try:
         torch.manual_seed(0)
         model = GPT(SMALL)
@@ -142,7 +142,7 @@ def peak_of_the_step(allowed):
         optimizer.step()
         return held[0] / sum(unit.S for unit in zero.trainable)
     finally:
-        one_pass.suits = suits
+        one_pass.can_fuse = suits
 
 
 def test_gradients_stay_in_16_bits(ranks):

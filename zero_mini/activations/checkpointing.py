@@ -92,13 +92,6 @@ def checkpoint_blocks(
     return chosen
 
 
-def waiting_places(model: nn.Module) -> list[HostMemory | Arena]:
-    """Where inputs of the model's checkpointed blocks wait, if that is not where autograd keeps tensors."""
-    forwards = [vars(module).get("forward") for module in model.modules()]
-    places = [forward.keywords["host"] for forward in forwards if getattr(forward, "func", None) is checkpoint]
-    return [place for place in dict.fromkeys(places) if place is not None]
-
-
 class Saved:
     """What the graph holds in place of one tensor that an operation saved for backward."""
 

@@ -62,6 +62,11 @@ class HostMemory:
             yield from parcel.at_host
             yield from parcel.on_device or []
 
+    def host_tensors(self) -> Iterator[Tensor]:
+        """Those of them that are at the host."""
+        for parcel in self.waiting():
+            yield from parcel.at_host
+
     def put(self, tensors: list[Tensor]) -> Parcel:
         """Begin to copy tensors to the host; the ones before these leave the device. ValueError if it is not one."""
         devices = {tensor.device for tensor in tensors}

@@ -37,7 +37,7 @@ def agree(zero) -> None:
         mine += [(unit in late, 1), (watch.check_untouched(unit), 1), (unit.used, len(unit.params))]
     options = options_of(zero.optimizer)
     checksum = zlib.crc32(repr(options).encode())
-    rows = zero.comm.agree([checksum, *pack(mine)])
+    rows = zero.comm.host.agree([checksum, *pack(mine)])
     if any(row[0] != checksum for row in rows):
         refuse_other_options(zero, options)
     bits = unpack([row[1:] for row in rows])
@@ -59,8 +59,8 @@ def agree(zero) -> None:
 def leave_unused_alone(zero, unit: Unit) -> None:
     """No gradient for a unit that no rank used; pieces of their own for parameters that no rank used in it."""
     if unit.used_anywhere == 0:
-        zero.at_hand(unit)
-        unit.own_grad = None
+        zero.update.wait_for_mean(unit)
+        unit.mean_grad = None
         return
     unused = {index for index in range(len(unit.params)) if not unit.used_anywhere >> index & 1}
     mixed = set()
@@ -84,7 +84,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
 def refuse_other_options(zero, options: dict[str, str]) -> None:
     """RuntimeError, on every rank, that names the option, the ranks and the values."""
-    everyone = zero.comm.host_gather(options)
+    everyone = zero.comm.host.gather(options)
     for rank, other in enumerate(everyone):
         for name in everyone[0] | other:
             ours, theirs = everyone[0].get(name, "missing"), other.get(name, "missing")
@@ -100,7 +100,7 @@ def compare_values(zero, units: list[Unit]) -> None:
     if not units:
         return
     mine = [zlib.crc32(unit.full.detach().cpu().view(torch.uint8).numpy()) for unit in units]
-    first, *others = zero.comm.host_gather(mine)
+    first, *others = zero.comm.host.gather(mine)
     for rank, theirs in enumerate(others, start=1):
         for unit, one, other in zip(units, first, theirs):
             if one != other:

@@ -62,7 +62,7 @@ class Plan:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        stage: int,
+        stage: int | type,
         dtype: torch.dtype | None,
         units: Sequence[nn.Module | Sequence[nn.Module]] | None,
         elementwise: bool,
@@ -91,10 +91,10 @@ class Plan:
             first = next(iter(self.params.values()))
             self.dtype, self.device = first.dtype, first.device
 
-    def refuse_stage(self, stage: int) -> str | None:
-        if stage not in (0, 1, 2, 3):
-            return f"stage must be 0, 1, 2 or 3 (got {stage!r})"
-        return None
+    def refuse_stage(self, stage: int | type) -> str | None:
+        if isinstance(stage, type) and hasattr(stage, "sharded") or stage in (0, 1, 2, 3):
+            return None
+        return f"stage must be 0, 1, 2 or 3, or a class as Zero2 (got {stage!r})"
 
     def refuse_dtype(self, dtype: torch.dtype | None) -> str | None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -113,7 +113,7 @@ class Plan:
             return None
         if not isinstance(offload, (str, os.PathLike)) or not os.fspath(offload):
             return f"offload must be 'host', a folder or None (got {offload!r})"
-        if self.stage == 0:
+        if self.stage == 0 or getattr(self.stage, "sharded", None) == ():
             return "offload at stage 0 would keep a copy of all states for every rank: choose stage 1, 2 or 3"
         kind = type(self.optimizer)
         if any(group.get("capturable") for group in self.optimizer.param_groups):
@@ -235,7 +235,7 @@ class Plan:
 def check_everywhere(plan: Plan, comm: Comm) -> None:
     """ValueError on every rank if any has a reason, or if two were given different things."""
     arguments = plan.arguments() if plan.reason is None else {}
-    everyone = comm.host_gather((plan.reason, arguments))
+    everyone = comm.host.gather((plan.reason, arguments))
     for rank, (reason, _) in enumerate(everyone):
         if reason is not None:
             raise ValueError(reason if reason == plan.reason else f"rank {rank}: {reason}")

@@ -1,11 +1,11 @@
 """How the script of moments is tied to a model and its optimizer.
 
-    the model's forward pre-hook and hook   before_model; inputs cast on the way in, outputs on the way out
+    the model's forward pre-hook and hook   begin_forward; inputs cast on the way in, outputs on the way out
     forward pre-hook of a unit's module     before_forward
     forward hook                            after_forward; hooks every output that needs a gradient
     the first of those outputs' gradients   send_ready, before_backward: backward enters the unit at its end
     a gradient from its middle              send_ready
-    end of the outermost backward           after_backward
+    end of the outermost backward           end_backward
     the optimizer's step hooks              begin_step, after_step
 
 A unit's output may be a tensor, or tuples, lists, dicts and dataclasses of tensors: full-backward
@@ -25,103 +25,112 @@ from functools import partial
 
 import torch
 
+from zero_mini.binding.out_of_turn import backward_is_running
 from zero_mini.binding.parameter import plainly
 from zero_mini.binding.precision import cast
+from zero_mini.binding.state_dict import close_broken_calls
 from zero_mini.flat import Unit
 
 
-class Hooks:
-    """`self` is a stage: units, model, and the moments that are called here."""
+def connect(zero) -> None:
+    """Once. Pre-hooks run before the user's own, which may read weights; torch.compile does not trace hooks."""
+    enter, leave = (torch.compiler.disable(partial(function, zero)) for function in (enter_forward, leave_forward))
+    start, end = (torch.compiler.disable(partial(function, zero)) for function in (start_forward, end_forward))
+    for unit in zero.units:
+        for module in unit.modules:
+            module.register_forward_pre_hook(partial(enter, unit), prepend=True)
+    zero.model.register_forward_pre_hook(start, prepend=True, with_kwargs=True)
+    zero.model.register_forward_hook(end)  # first, so that the root's outputs are those that were cast
+    for unit in zero.units:
+        for module in unit.modules:
+            module.register_forward_hook(partial(leave, unit), with_kwargs=True)
+        if unit.trainable:
+            hook_middle(zero, unit)
 
-    def connect(self) -> None:
-        """Once. Pre-hooks run before the user's own, which may read weights; torch.compile does not trace hooks."""
-        enter, leave = torch.compiler.disable(self._enter_forward), torch.compiler.disable(self._leave_forward)
-        start, end = torch.compiler.disable(self._start), torch.compiler.disable(self._end)
-        for unit in self.units:
-            for module in unit.modules:
-                module.register_forward_pre_hook(partial(enter, unit), prepend=True)
-        self.model.register_forward_pre_hook(start, prepend=True, with_kwargs=True)
-        self.model.register_forward_hook(end)  # first, so that the root's outputs are those that were cast
-        for unit in self.units:
-            for module in unit.modules:
-                module.register_forward_hook(partial(leave, unit), with_kwargs=True)
-            if unit.trainable:
-                self.hook_middle(unit)
 
-    def hook_middle(self, unit: Unit) -> None:
-        """Backward says when it is half through the unit."""
-        if not unit.is_root:
-            with plainly():
-                unit.middle.register_post_accumulate_grad_hook(partial(halfway, weakref.ref(self)))
+def hook_middle(zero, unit: Unit) -> None:
+    """Backward says when it is half-way through the unit."""
+    if not unit.is_root:
+        with plainly():
+            unit.middle.register_post_accumulate_grad_hook(partial(halfway, weakref.ref(zero)))
 
-    def _start(self, model, args, kwargs):
-        self.close_broken_calls()
-        if self.showing_whole:
-            return None
+
+def start_forward(zero, model, args, kwargs):
+    close_broken_calls(zero)
+    if zero.showing_whole:
+        return None
+    refuse_transforms()
+    if not backward_is_running():  # not a recompute
+        zero.begin_forward()
+        zero.comm.ledger.recording = torch.is_grad_enabled()
+        zero.buffers_due = torch.is_grad_enabled() and zero.syncing  # as torch DDP decides it
+    return cast((args, kwargs), zero.master_dtype, zero.dtype) if zero.mixed else None
+
+
+def end_forward(zero, model, args, output):
+    return cast(output, zero.dtype, zero.master_dtype) if zero.mixed and not zero.showing_whole else None
+
+
+@torch.no_grad()
+def enter_forward(zero, unit: Unit, module, args) -> None:
+    if not zero.showing_whole:
         refuse_transforms()
-        if not backward_is_running():  # not a recompute
-            self.before_model()
-            self.comm.recording = torch.is_grad_enabled()
-            self.buffers_due = torch.is_grad_enabled() and self.syncing  # as torch DDP decides it
-        return cast((args, kwargs), self.master_dtype, self.dtype) if self.mixed else None
-
-    def _end(self, model, args, output):
-        return cast(output, self.dtype, self.master_dtype) if self.mixed and not self.showing_whole else None
-
-    @torch.no_grad()
-    def _enter_forward(self, unit, module, args) -> None:
-        if not self.showing_whole:
-            refuse_transforms()
-            if backward_is_running():
-                self._begin_backward()  # a recompute: the outermost backward is known here, not later
-            elif self.in_backward:
-                self.forget_backward()  # that one failed
-            self.before_forward(unit)
-
-    def _leave_forward(self, unit, module, args, kwargs, output) -> None:
-        if self.showing_whole:
-            return
-        # A recompute of a call that is already being waited for makes a graph that nobody enters.
-        if not (backward_is_running() and (unit.outstanding or unit in self.entered)):
-            self.hook_outputs(unit, output, (args, kwargs))
-        if module is unit.modules[-1]:
-            self.after_forward(unit)
-
-    def hook_outputs(self, unit: Unit, output: object, inputs: object = ()) -> None:
-        """Backward enters the unit with the first gradient of its outputs. An input that is handed on is no output."""
-        passed = {id(tensor) for tensor in tensors_in(inputs)}
-        outputs = list(tensors_in(output))
-        outputs += [t._base for t in outputs if t._is_view()]  # changing a view in place cuts the view's own hook off
-        tensors = [t for t in outputs if t.grad_fn is not None and id(t) not in passed]
-        if tensors:
-            unit.outstanding += 1
-            entered_in: list[int] = []  # the last backward that came here, by whichever of the outputs was first
-            for tensor in tensors:
-                tensor.register_hook(partial(self._enter_backward, unit, entered_in))
-
-    def _enter_backward(self, unit: Unit, entered_in: list[int], grad) -> None:
-        if torch.is_grad_enabled():
-            raise RuntimeError("backward(create_graph=True) is not supported: gradients are reduced away")
-        this_backward = torch._C._current_graph_task_id()
-        if entered_in != [this_backward]:
-            if not entered_in:  # the first backward through this call; with retain_graph there may be more
-                unit.outstanding = max(0, unit.outstanding - 1)
-            entered_in[:] = [this_backward]
-            self._begin_backward()
-            self.send_ready()
-            self.before_backward(unit)
-
-    def _begin_backward(self) -> None:
-        if not self.in_backward:
-            # torch.autograd.grad() and backward(inputs=...) leave parameters alone: nothing to reduce then.
-            self.in_backward, self.collecting = True, torch.autograd._is_checkpoint_valid()
-            self.unsent = list(self.trainable) if self.collecting else []
-            if self.collecting and self.coefficient is not None:  # clipping is of the gradients that were there then
-                self.before_step()
-            torch.autograd.Variable._execution_engine.queue_callback(torch.no_grad()(self.after_backward))
+        if backward_is_running():
+            begin_backward(zero)  # a recompute: the outermost backward is known here, not later
+        elif zero.backward.running:
+            zero.backward = type(zero.backward)()  # that one failed
+        zero.before_forward(unit)
 
 
-def hook_optimizer(zero: Hooks) -> None:
+def leave_forward(zero, unit: Unit, module, args, kwargs, output) -> None:
+    if zero.showing_whole:
+        return
+    # A recompute builds a second graph for a call whose backward is already pending; it needs no hooks.
+    if not (backward_is_running() and (unit.pending_backwards or unit in zero.backward.entered)):
+        hook_outputs(zero, unit, output, (args, kwargs))
+    if module is unit.modules[-1]:
+        zero.after_forward(unit)
+
+
+def hook_outputs(zero, unit: Unit, output: object, inputs: object = ()) -> None:
+    """Backward enters the unit with the first gradient of its outputs. An input that is handed on is no output."""
+    handed_on = {id(tensor) for tensor in tensors_in(inputs)}
+    outputs = list(tensors_in(output))
+    outputs += [t._base for t in outputs if t._is_view()]  # changing a view in place cuts the view's own hook off
+    tensors = [t for t in outputs if t.grad_fn is not None and id(t) not in handed_on]
+    if tensors:
+        unit.pending_backwards += 1
+        entered_in: list[int] = []  # the last backward that came here, by whichever of the outputs was first
+        for tensor in tensors:
+            tensor.register_hook(partial(enter_backward, zero, unit, entered_in))
+
+
+def enter_backward(zero, unit: Unit, entered_in: list[int], grad) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError("backward(create_graph=True) is not supported: gradients are reduced away")
+    this_backward = torch._C._current_graph_task_id()
+    if entered_in != [this_backward]:
+        if not entered_in:  # the first backward through this call; with retain_graph there may be more
+            unit.pending_backwards = max(0, unit.pending_backwards - 1)
+        entered_in[:] = [this_backward]
+        begin_backward(zero)
+        zero.send_ready()
+        zero.before_backward(unit)
+
+
+def begin_backward(zero) -> None:
+    """Once in each backward: what it owes, and its end."""
+    backward = zero.backward
+    if not backward.running:
+        # torch.autograd.grad() and backward(inputs=...) leave parameters alone: nothing to reduce then.
+        backward.running, backward.collecting = True, torch.autograd._is_checkpoint_valid()
+        backward.unsent = list(zero.trainable) if backward.collecting else []
+        if backward.collecting and zero.factor.value is not None:  # a clip is of the gradients that existed then
+            zero.update.hand_means_to_optimizer()
+        torch.autograd.Variable._execution_engine.queue_callback(torch.no_grad()(zero.end_backward))
+
+
+def hook_optimizer(zero) -> None:
     """Let step() and zero_grad() run the script's moments; let what would mislead, raise."""
     optimizer = zero.optimizer
 
@@ -142,7 +151,7 @@ def hook_optimizer(zero: Hooks) -> None:
         return args, kwargs | {"closure": closure_then_means}
 
     def only_shards(_, state=None):
-        if zero.comm.steps == 1 and not (state["state"] if state else optimizer.state):
+        if zero.comm.ledger.steps == 1 and not (state["state"] if state else optimizer.state):
             return  # before the first step there is nothing to lose, and accelerate does so
         raise RuntimeError(
             "the optimizer holds this rank's shards, so its own state_dict is no whole state: "
@@ -193,11 +202,6 @@ def refuse_transforms() -> None:
             f"{what} of a model that zeroify() has hooked: run it under zero.full_params(), on every rank, where "
             "parameters are whole and hooks do nothing"
         )
-
-
-def backward_is_running() -> bool:
-    """Is this thread inside a backward pass (of a recompute's forward, say)?"""
-    return torch._C._current_graph_task_id() != -1
 
 
 def tensors_in(tree) -> Iterator[torch.Tensor]:

@@ -67,6 +67,11 @@ def forward_is_running(model: nn.Module) -> bool:
     return False
 
 
+def backward_is_running() -> bool:
+    """Is this thread inside a backward pass (of a recompute's forward, say)?"""
+    return torch._C._current_graph_task_id() != -1
+
+
 class Copies:
     """Copies that stood in for views of a unit's parameters. A write to one would be lost, so it raises later."""
 
@@ -75,7 +80,7 @@ class Copies:
 
     def detached_from(self, unit: Unit, result: object) -> object:
         """The result, without views of the memory that the unit's parameters have now."""
-        memory = unit.shown[0].untyped_storage()._cdata
+        memory = unit.visible[0].untyped_storage()._cdata
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, nn.Parameter) or tensor.untyped_storage()._cdata != memory:

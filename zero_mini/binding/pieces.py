@@ -5,8 +5,8 @@
                               own: the optimizer leaves it alone as it leaves a gradient that is None, no step counted
     unfrozen                  parameters that were frozen at zeroify() get pieces at requires_grad_(True)
 
-States move with the elements. Outside `optimizer.step()` and `updating` a piece is closed (`held.Shard`): a range of
-a rank's slice is no parameter.
+States move with the elements. Outside `optimizer.step()` and `updating` a piece is closed (`Shard`, in parameter.py): a
+range of a rank's slice is no parameter.
 """
 
 import contextlib
@@ -31,25 +31,25 @@ def point_optimizer_to_pieces(zero) -> None:
 
 
 def make_pieces(zero, unit: Unit) -> None:
-    unit.pieces = [(group, make_piece(zero, unit, view)) for group, view in unit.cut(unit.master)]
+    unit.pieces = [(group, make_piece(zero, unit, view)) for group, view in unit.by_group(unit.master)]
 
 
 def make_piece(zero, unit: Unit, view: torch.Tensor) -> nn.Parameter:
     piece = nn.Parameter(view)
     piece.unit = unit
-    piece.__class__ = nn.Parameter if zero.shards_open else Shard
+    piece.__class__ = nn.Parameter if zero.pieces_open else Shard
     return piece
 
 
 @torch.no_grad()
 def set_apart(zero, unit: Unit, indices: set[int]) -> None:
     """These parameters of the unit get pieces of their own. States move with the elements."""
-    with zero.in_memory(unit, write=True), plainly():
+    with zero.update.in_memory(unit, write=True), plainly():
         before = list(zip(unit.runs[unit.master.numel()], unit.pieces))
         unit.apart |= indices
         unit.find_runs()
         unit.pieces = []
-        for run, (group, view) in zip(unit.runs[unit.master.numel()], unit.cut(unit.master)):
+        for run, (group, view) in zip(unit.runs[unit.master.numel()], unit.by_group(unit.master)):
             old, (_, old_piece) = next(entry for entry in before if entry[0].low <= run.low < entry[0].high)
             if (old.low, old.high) == (run.low, run.high):
                 unit.pieces.append((group, old_piece))
@@ -57,14 +57,25 @@ def set_apart(zero, unit: Unit, indices: set[int]) -> None:
             piece = make_piece(zero, unit, view)
             part = slice(run.low - old.low, run.high - old.low)
             for key, value in zero.optimizer.state.get(old_piece, {}).items():
-                elementwise = isinstance(value, torch.Tensor) and value.shape == old_piece.shape
-                zero.optimizer.state[piece][key] = value[part] if elementwise else copy.deepcopy(value)
+                is_range = is_elementwise(value, old_piece)
+                zero.optimizer.state[piece][key] = value[part] if is_range else copy.deepcopy(value)
             unit.pieces.append((group, piece))
         kept = {id(piece) for _, piece in unit.pieces}
         for _, (_, old_piece) in before:
             if id(old_piece) not in kept:
                 zero.optimizer.state.pop(old_piece, None)
     point_optimizer_to_pieces(zero)
+
+
+def set_apart_what_differs(zero, unit: Unit, numbers: list) -> None:
+    """Parameters of one run whose optimizer states have other numbers, a step say, get pieces of their own."""
+    differ = set()
+    for run in unit.runs[unit.P]:
+        members = range(run.first, run.after)
+        if any(numbers[index] != numbers[run.first] for index in members):
+            differ |= set(members)
+    if differ:
+        set_apart(zero, unit, differ)
 
 
 def unfreeze(zero, param: HeldParameter) -> None:
@@ -77,18 +88,17 @@ def unfreeze(zero, param: HeldParameter) -> None:
         )
     unit.trainable = True
     zero.trainable = [unit for unit in zero.units if unit.trainable]
-    with zero.in_memory(unit), plainly():
+    with zero.update.in_memory(unit), plainly():
         make_pieces(zero, unit)
         torch.Tensor.requires_grad_(param)
     point_optimizer_to_pieces(zero)
     unit.middle = param
-    zero.hook_middle(unit)
 
 
 def set_open(zero, is_open: bool) -> None:
     """Open pieces are plain Parameters, which torch's optimizers update fastest."""
-    if zero.shards_open is not is_open:
-        zero.shards_open = is_open
+    if zero.pieces_open is not is_open:
+        zero.pieces_open = is_open
         for unit in zero.trainable:
             for _, piece in unit.pieces:
                 piece.__class__ = nn.Parameter if is_open else Shard
@@ -96,13 +106,16 @@ def set_open(zero, is_open: bool) -> None:
 
 @contextlib.contextmanager
 def updating(zero) -> Iterator[None]:
-    """Within, what changes the optimizer's pieces outside step() may do so; then the model follows, on all ranks."""
+    """Within, the optimizer's parameters may be changed outside step(), as schedule-free's eval() does.
+
+    At the end the model follows. Collective. `optimizer.eval()` and `optimizer.train()` do so by themselves.
+    """
     zero.check_step()
-    recording, zero.comm.recording = zero.comm.recording, False
+    recording, zero.comm.ledger.recording = zero.comm.ledger.recording, False
     try:
         with contextlib.ExitStack() as masters:
             for unit in zero.trainable:
-                masters.enter_context(zero.in_memory(unit, write=True))
+                masters.enter_context(zero.update.in_memory(unit, write=True))
             set_open(zero, True)
             try:
                 yield
@@ -110,8 +123,17 @@ def updating(zero) -> Iterator[None]:
                 set_open(zero, False)
             with torch.no_grad():
                 for unit in zero.trainable:
-                    zero.follow(unit)
+                    zero.update.write_cast(unit)
         for unit in zero.trainable:
             zero.publish(unit)
     finally:
-        zero.comm.recording = recording
+        zero.comm.ledger.recording = recording
+
+
+def is_elementwise(value: object, piece: torch.Tensor) -> bool:
+    """Does the optimizer keep a number for each element, as a momentum, or one for all, as a step?
+
+    >>> is_elementwise(torch.zeros(3), torch.ones(3)), is_elementwise(torch.tensor(1.0), torch.ones(3))
+    (True, False)
+    """
+    return isinstance(value, torch.Tensor) and value.shape == piece.shape

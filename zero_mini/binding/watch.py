@@ -27,7 +27,7 @@ version_of = torch.Tensor._version.__get__
 
 def check_reduced(unit: Unit) -> None:
     """A step, before which all that backward has brought was reduced. RuntimeError."""
-    if unit.grad is not None:
+    if unit.local_grad is not None:
         raise RuntimeError(
             f"step: gradients of {unit.name} were accumulated under no_sync() and never reduced; "
             "run the last backward of a step outside no_sync()"
@@ -91,4 +91,4 @@ def versions_of(unit: Unit) -> list[int]:
 
 def follows_writes(unit: Unit) -> bool:
     """Does a write to the parameters reach the master: by shared memory, or when full_params() ends?"""
-    return unit.is_whole or unit.shown[0].untyped_storage()._cdata == unit.master.untyped_storage()._cdata
+    return unit.is_whole or unit.visible[0].untyped_storage()._cdata == unit.master.untyped_storage()._cdata

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_mini.binding.full_params import is_elementwise, set_apart_what_differs
-from zero_mini.ddp import DDP
+from zero_mini.binding.pieces import is_elementwise, set_apart_what_differs
+from zero_mini.binding.state_dict import placed
 from zero_mini.flat import Run, Unit
+from zero_mini.script import Script
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,10 @@ def parts(unit: Unit, begin: int, end: int) -> Iterator[Part]:
 def held_pieces(unit: Unit) -> Iterator[tuple[Run, int, torch.Tensor]]:
     """(run, begin, piece) of each piece that the optimizer has of the buffer; a frozen unit has none."""
     for run, (_, piece) in zip(unit.runs[unit.master.numel()], unit.pieces):
-        yield run, unit.begin_of(unit.master) + run.low, piece
+        yield run, unit.start_of(unit.master) + run.low, piece
 
 
-def persistent_buffers(zero: DDP) -> dict[str, torch.Tensor]:
+def persistent_buffers(zero: Script) -> dict[str, torch.Tensor]:
     """The buffers that belong to the model's state."""
     return {
         name: module._buffers[key]
@@ -58,7 +59,7 @@ def persistent_buffers(zero: DDP) -> dict[str, torch.Tensor]:
     }
 
 
-def describe(zero: DDP) -> dict[str, str]:
+def describe(zero: Script) -> dict[str, str]:
     """What two models have in common if one can go on where the other stopped: name -> words."""
     told = {
         "the optimizer": type(zero.optimizer).__name__,
@@ -82,11 +83,11 @@ def copy_of(value: object) -> object:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def take_out(zero: DDP) -> dict[str, dict]:
+def take_out(zero: Script) -> dict[str, dict]:
     """Copies of what this rank has to give: {"parts": ..., "numbers": ..., "buffers": ...}."""
     stored, numbers = {}, {}
     for unit in zero.units:
-        with zero.in_memory(unit):
+        with zero.update.in_memory(unit):
             here = {run.first for run in unit.runs[unit.S]}  # whose parameters, or padding, this rank has to give
             pieces = {
                 index: (begin, piece)
@@ -101,7 +102,7 @@ def take_out(zero: DDP) -> dict[str, dict]:
                     for key, value in zero.optimizer.state.get(piece, {}).items()
                     if is_elementwise(value, piece)
                 }
-                start = unit.begin_of(unit.master)
+                start = unit.start_of(unit.master)
                 master = copy_of(unit.master[part.low - start : part.high - start])
                 stored[part.name] = {"offset": part.offset, "master": master, "states": states}
             for index, name in enumerate(unit.names):  # a parameter of no elements counts its steps too
@@ -165,21 +166,21 @@ class Stored:
 
 
 @torch.no_grad()
-def put_in(zero: DDP, stored: Stored) -> None:
+def put_in(zero: Script, stored: Stored) -> None:
     """Make it the model's and the optimizer's, in place, wherever they live. Collective."""
     zero.zero_grad()
     for unit in zero.units:
         if unit.trainable:
             set_apart_what_differs(zero, unit, [stored.steps_of(name) for name in unit.names])
-        with zero.in_memory(unit, write=True):
-            stored.fill(unit.master, unit, unit.begin_of(unit.master))
-            zero.follow(unit)
+        with zero.update.in_memory(unit, write=True):
+            stored.fill(unit.master, unit, unit.start_of(unit.master))
+            zero.update.write_cast(unit)
             for run, begin, piece in held_pieces(unit):
                 state = stored.state_of(piece, unit, begin, run, zero.optimizer.state.pop(piece, {}))
                 for key, value in state.items():
                     is_placed = is_elementwise(value, piece)
-                    zero.optimizer.state[piece][key] = value if is_placed else zero.placed(value, run.group, piece)
+                    zero.optimizer.state[piece][key] = value if is_placed else placed(zero, value, run.group, piece)
         zero.publish(unit)
     for name, buffer in persistent_buffers(zero).items():
         buffer.copy_(stored.buffers[name])
-    zero.comm.end_step()  # what was gathered here is no part of a training step's ledger
+    zero.comm.ledger.end_step()  # what was gathered here is no part of a training step's ledger

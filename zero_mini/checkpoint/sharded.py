@@ -34,10 +34,11 @@ from typing import NamedTuple, TypeVar
 import filelock
 import torch
 
+from zero_mini.binding.state_dict import load_settings, settings
 from zero_mini.checkpoint.files import FORMAT, REPAIR, checkpoints, commit, examine, problem_of, prune, step_of, write
 from zero_mini.checkpoint.resharding import Stored, describe, put_in, take_out
-from zero_mini.comm import Comm
-from zero_mini.ddp import DDP
+from zero_mini.script import Script
+from zero_mini.wire.host_words import HostWords
 
 T = TypeVar("T")
 ROOM = "make room, or choose a folder that every rank can write to; what was saved before is as it was"
@@ -62,13 +63,13 @@ class Checkpoints:
     to the folder, it is read-only or full, ...
     """
 
-    def __init__(self, folder: Path, zero: DDP, keep: int = 2, begun: int = 0, background: bool = False):
+    def __init__(self, folder: Path, zero: Script, keep: int = 2, begun: int = 0, background: bool = False):
         self.folder, self.zero, self.keep, self.last = Path(folder), zero, keep, begun
-        self.comm = Comm(zero.comm.group)  # of its own: what a thread says must not mix with what a step says
+        self.host = zero.comm.host.another()  # what a thread says must not mix with what a step says
         self.lock = filelock.FileLock(self.folder / "lock")
         self.thread = ThreadPoolExecutor(1) if background else None
         self.under_way: Future | None = None
-        together(self.comm, self._open, self.folder)
+        together(self.host, self._open, self.folder)
 
     def save(self, step: int, extra: dict) -> None:
         """Write the checkpoint of `step`, then drop all but the last `keep`. Not between a backward and its step.
@@ -80,7 +81,7 @@ class Checkpoints:
         if step <= self.last:
             raise ValueError(f"step {step} is not after step {self.last}, which was saved or gone on from")
         self.zero.check_step()
-        content = together(self.comm, lambda: self._copy(extra), self.folder)
+        content = together(self.host, lambda: self._copy(extra), self.folder)
         told = {"format": FORMAT, "step": step, "model": describe(self.zero)}
         if self.thread is None:
             self._write(told, content)
@@ -100,7 +101,7 @@ class Checkpoints:
 
     def _open(self) -> None:
         """Rank 0 locks the folder, and clears what a crash has left."""
-        if self.zero.rank != 0:
+        if self.zero.comm.number != 0:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -118,30 +119,30 @@ class Checkpoints:
 
     def _copy(self, extra: dict) -> dict:
         zero = self.zero
-        for unit in zero.units:
-            zero.at_hand(unit)
-        if any(unit.own_grad is not None and unit.own_grad.any() for unit in zero.units):
+        zero.wait()
+        if any(unit.mean_grad is not None and unit.mean_grad.any() for unit in zero.units):
             raise ValueError("there are gradients, which no checkpoint holds: save after step() and zero_grad()")
-        others = copy.deepcopy({**zero.settings(), "extra": extra})
+        others = copy.deepcopy({**settings(zero), "extra": extra})
         return {**take_out(zero), **others, "rng": rng_states(zero)}
 
     def _write(self, told: dict, content: dict) -> None:
-        comm, final = self.comm, self.folder / f"step-{told['step']}"
+        host, final = self.host, self.folder / f"step-{told['step']}"
+        comm = self.zero.comm
         unfinished = final.with_name(f"{final.name}.tmp")
         file = unfinished / f"rank-{comm.rank}.pt"
 
         def first(action: Callable, *arguments: object) -> None:
-            together(comm, lambda: comm.rank or action(*arguments), final)
+            together(host, lambda: comm.number or action(*arguments), final)
 
         try:
             first(unfinished.mkdir)
-            written = together(comm, lambda: write(file, content), file)
-            files = comm.host_gather(written)
+            entry = together(host, lambda: None if comm.replica else write(file, content), file)
+            files = [entry for entry in host.gather(entry) if entry is not None]
             first(commit, {**told, "files": files}, unfinished, final)
             self.last = told["step"]
             first(prune, self.folder, self.keep)
         except CheckpointError:
-            if comm.rank == 0:
+            if comm.number == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise
 
@@ -158,7 +159,7 @@ class Loaded(NamedTuple):
     skipped: list[str]
 
 
-def load(path: Path, zero: DDP) -> Loaded:
+def load(path: Path, zero: Script) -> Loaded:
     """Go on from a checkpoint, or from the newest in a folder that is whole. Collective; any stage, number of ranks.
 
     Restores model, optimizer, loss scale and torch's random numbers. `extra` is what this rank gave to `save`; of
@@ -170,20 +171,20 @@ def load(path: Path, zero: DDP) -> Loaded:
     zero.check_step()
     is_one = re.fullmatch(r"step-\d+", path.name)
     skipped = []
-    for candidate in [path] if is_one else comm.host_gather(checkpoints(path))[0]:
+    for candidate in [path] if is_one else comm.host.gather(checkpoints(path))[0]:
         try:
-            manifest = together(comm, partial(examine, candidate, comm.rank, comm.world_size), candidate, REPAIR)
+            manifest = together(comm.host, partial(examine, candidate, comm.rank, comm.world_size), candidate, REPAIR)
         except CheckpointError as error:
             skipped.append(str(error))
             continue
-        files = together(comm, partial(read, candidate, manifest, zero), candidate, REPAIR)
+        files = together(comm.host, partial(read, candidate, manifest, zero), candidate, REPAIR)
         return Loaded(candidate, manifest["step"], apply(zero, files), skipped)
     if skipped:
         raise CheckpointError("no checkpoint is whole: " + "; ".join(skipped))
     return Loaded(None, 0, {}, [])
 
 
-def read(path: Path, manifest: dict, zero: DDP) -> list[dict]:
+def read(path: Path, manifest: dict, zero: Script) -> list[dict]:
     """What each rank wrote; tensors come from the disk when they are used. ValueError if it is another model's."""
     there, here = manifest["model"], describe(zero)
     for name in there | here:
@@ -194,10 +195,10 @@ def read(path: Path, manifest: dict, zero: DDP) -> list[dict]:
     return [torch.load(path / name, map_location="cpu", mmap=True, weights_only=True) for name in names]
 
 
-def apply(zero: DDP, files: list[dict]) -> dict:
+def apply(zero: Script, files: list[dict]) -> dict:
     """From here on nothing can be wrong with a file. Collective; returns this rank's `extra`."""
     put_in(zero, Stored(files))
-    zero.load_settings(files[0])
+    load_settings(zero, files[0])
     mine = files[zero.rank % len(files)]
     restore_rng(zero, mine["rng"])
     return copy.deepcopy(mine["extra"])  # out of the file, which will be dropped one day
@@ -206,13 +207,13 @@ def apply(zero: DDP, files: list[dict]) -> dict:
 # --- random numbers ---------------------------------------------------------------------------
 
 
-def rng_states(zero: DDP) -> dict:
+def rng_states(zero: Script) -> dict:
     """Where torch's random numbers of this rank stand, for dropout say."""
     cuda = torch.cuda.get_rng_state(zero.device) if zero.device.type == "cuda" else None
-    return {"rank": zero.rank, "cpu": torch.get_rng_state(), "cuda": cuda}
+    return {"rank": zero.comm.number, "cpu": torch.get_rng_state(), "cuda": cuda}
 
 
-def restore_rng(zero: DDP, states: dict) -> None:
+def restore_rng(zero: Script, states: dict) -> None:
     """Go on with the random numbers where `rng_states` stood.
 
     A rank that did not exist then has got another one's: it begins a sequence of its own, which follows from that.
@@ -220,14 +221,14 @@ def restore_rng(zero: DDP, states: dict) -> None:
     torch.set_rng_state(states["cpu"])
     if zero.device.type == "cuda" and states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"], zero.device)
-    if states["rank"] != zero.rank:
-        torch.manual_seed(torch.randint(2**62, ()).item() + zero.rank)
+    if states["rank"] != zero.comm.number:
+        torch.manual_seed(torch.randint(2**62, ()).item() + zero.comm.number)
 
 
 # --- how --------------------------------------------------------------------------------------
 
 
-def together(comm: Comm, action: Callable[[], T], where: Path, remedy: str = ROOM) -> T:
+def together(host: HostWords, action: Callable[[], T], where: Path, remedy: str = ROOM) -> T:
     """This rank's result, when all ranks have one. CheckpointError on every rank, the same, if any has none."""
     result = problem = cause = None
     try:
@@ -237,7 +238,7 @@ def together(comm: Comm, action: Callable[[], T], where: Path, remedy: str = ROO
     except Exception as error:
         told = str(error) if isinstance(error, ValueError) else f"{where}: {type(error).__name__}: {error}"
         cause, problem = error, told
-    for rank, told in enumerate(comm.host_gather(problem)):
+    for rank, told in enumerate(host.gather(problem)):
         if told is not None:
             raise CheckpointError(f"rank {rank}: {told}") from cause
     return result

@@ -7,15 +7,11 @@
     reductions at once   sent as soon as they are collected, at the start of the next unit's backward
     two communicators    the same kernels, but a gather need not wait for the reduction launched before it
 
-All of them compute what stage 3 computes, to the bit. They are no part of the package: only the benchmark
-uses them, so the stages have no switches.
+All of them compute what stage 3 computes, to the bit. Only the benchmark uses them, by `zeroify(stage=<class>)`, so
+the stages have no switches.
 
 Left out: the ablations of whole stages; stages 0, 1 and 2 are those.
 """
-
-import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -34,86 +30,65 @@ class NoPrefetch(Zero3):
 class GathersAsKernels(Zero3):
     """One communicator for all, whose kernels run in the order of their launch."""
 
-    def allocate(self) -> None:
+    def prepare(self) -> None:
         """Ordinary memory for the slots."""
         self.comm.gathering, self.comm.reachable = self.comm.group, None
-        super().allocate()
+        super().prepare()
 
 
 class ReductionsAtOnce(Zero3):
     """The wire does not wait for the middle of a unit."""
 
-    def on_grad(self, unit: Unit) -> None:
+    def after_backward(self, unit: Unit) -> None:
         """Collected, and sent."""
-        super().on_grad(unit)
+        super().after_backward(unit)
         self.send_ready()
 
 
 class TwoCommunicators(Zero3):
     """Gathers have a communicator, and so a queue, of their own. The ledger stays one."""
 
-    def allocate(self) -> None:
+    def prepare(self) -> None:
         """Ordinary memory for the slots, and a second group of the same ranks."""
-        self.comm.gathering, self.comm.reachable = self.comm.group, None
-        super().allocate()
-        self.own_group = dist.new_group(dist.get_process_group_ranks(self.comm.group))
-
-    def launch_gather(self, unit: Unit) -> None:
-        """On the second group."""
-        kept = self.comm.group, self.comm.gathering
-        self.comm.group = self.comm.gathering = self.own_group
-        try:
-            super().launch_gather(unit)
-        finally:
-            self.comm.group, self.comm.gathering = kept
+        self.comm.gathering, self.comm.reachable = dist.new_group(dist.get_process_group_ranks(self.comm.group)), None
+        super().prepare()
 
 
 class StorageResize(GathersAsKernels):
     """Each block in a buffer of its own, empty out of turn. The views of it that autograd saved stay valid."""
 
-    def allocate(self) -> None:
+    def prepare(self) -> None:
         """As many slots as units, without memory but for the root's."""
-        super().allocate()
+        super().prepare()
         for unit in self.units:
-            unit.slot = Slot(torch.empty(unit.P, dtype=self.dtype, device=self.device))
-            unit.slot_views = unit.views(unit.slot.buffer)
-        self.slots = [unit.slot for unit in self.units]
-        self.given_back = {unit.slot for unit in self.units if not unit.is_root}
+            unit.place.slot = Slot(torch.empty(unit.P, dtype=self.dtype, device=self.device))
+            unit.place.views = unit.views(unit.place.slot.buffer)
+        self.slots = [unit.place.slot for unit in self.units]
+        self.given_back = {unit.place.slot for unit in self.units if not unit.is_root}
         for slot in self.given_back:
             slot.buffer.untyped_storage().resize_(0)
 
     def launch_gather(self, unit: Unit) -> None:
         """Memory first."""
-        unit.slot.buffer.untyped_storage().resize_(unit.P * unit.slot.buffer.element_size())
+        buffer = unit.place.slot.buffer
+        buffer.untyped_storage().resize_(unit.P * buffer.element_size())
         super().launch_gather(unit)
 
     def after_forward(self, unit: Unit) -> None:
         """Its turn over, a unit's memory goes back to the allocator."""
         super().after_forward(unit)
-        if not unit.is_root and unit not in self.entered:
-            self.vacate(unit.slot)
+        if not unit.is_root and unit not in self.backward.entered:
+            self.vacate(unit.place.slot)
 
-    def on_grad(self, unit: Unit) -> None:
+    def after_backward(self, unit: Unit) -> None:
         """The same in backward, once its gradients are there."""
-        super().on_grad(unit)
+        super().after_backward(unit)
         if not unit.is_root:
-            self.vacate(unit.slot)
+            self.vacate(unit.place.slot)
 
     def vacate(self, slot: Slot) -> None:
-        """Nobody stands in it: no memory either, but for the root's."""
-        held = slot.holder is not None
+        """An empty slot has no memory, but for the root's."""
+        was_taken = slot.holder is not None
         super().vacate(slot)
-        if held and slot in self.given_back:
+        if was_taken and slot in self.given_back:
             slot.buffer.untyped_storage().resize_(0)
-
-
-@contextmanager
-def in_place_of_stage_3(stage: type[Zero3]) -> Iterator[None]:
-    """`zeroify(stage=3)` makes a `stage` in here."""
-    module = importlib.import_module("zero_mini.zeroify")  # in the package this name is the function
-    kept = module.STAGES
-    module.STAGES = (*kept[:3], stage)
-    try:
-        yield
-    finally:
-        module.STAGES = kept

@@ -31,8 +31,8 @@ from zero_mini import zeroify
 from zero_mini.binding.units import merge_blocks
 from zero_mini.comparison import ablations
 from zero_mini.comparison.works import ADAMW, Work
-from zero_mini.ddp import DDP
 from zero_mini.memory import formulas
+from zero_mini.script import Script
 from zero_mini.trainer.gpt import GPT
 
 UNIT_NUMEL = 25_000_000  # parameters: one block of the 1.5B model, two of 350M, four of 124M
@@ -45,7 +45,7 @@ class Trainee:
     model: nn.Module
     step: Callable[[Tensor], Tensor]
     optimizer: torch.optim.Optimizer | None = None
-    zero: DDP | None = None
+    zero: Script | None = None
     can_be_walked: bool = True
 
     def state_bytes(self) -> int | None:
@@ -102,18 +102,13 @@ def stepper(call: Callable[..., Tensor], optimizer: torch.optim.Optimizer, autoc
     return step
 
 
-def build_zero(stage: int, work: Work, device: torch.device, offload: str | None = None) -> Trainee:
+def build_zero(stage: int | type[Script], work: Work, device: torch.device, offload: str | None = None) -> Trainee:
     model = make_model(work, device)
     optimizer = adamw(model, work)
     units = merge_blocks(model, UNIT_NUMEL) if device.type == "cuda" else None
     dtype = torch.bfloat16 if work.bf16 else None
     zero = zeroify(model, optimizer, stage=stage, dtype=dtype, units=units, offload=offload)
     return Trainee(model, stepper(model, optimizer), optimizer, zero)
-
-
-def build_ablation(stage: type[DDP], work: Work, device: torch.device) -> Trainee:
-    with ablations.in_place_of_stage_3(stage):
-        return build_zero(3, work, device)
 
 
 def build_ddp(variant: str, work: Work, device: torch.device) -> Trainee:
@@ -230,11 +225,11 @@ SYSTEMS = {
     "fsdp2 offload": System(partial(build_fsdp2, True, offload=True), 6),
     "deepspeed-2 offload": System(partial(build_deepspeed, 2, offload=True), 4),
     "deepspeed-3 offload": System(partial(build_deepspeed, 3, offload=True), 6),
-    "zero-3 no prefetch": System(partial(build_ablation, ablations.NoPrefetch), 6),
-    "zero-3 storage resize": System(partial(build_ablation, ablations.StorageResize), 6),
-    "zero-3 gathers as kernels": System(partial(build_ablation, ablations.GathersAsKernels), 6),
-    "zero-3 reductions at once": System(partial(build_ablation, ablations.ReductionsAtOnce), 6),
-    "zero-3 two communicators": System(partial(build_ablation, ablations.TwoCommunicators), 6),
+    "zero-3 no prefetch": System(partial(build_zero, ablations.NoPrefetch), 6),
+    "zero-3 storage resize": System(partial(build_zero, ablations.StorageResize), 6),
+    "zero-3 gathers as kernels": System(partial(build_zero, ablations.GathersAsKernels), 6),
+    "zero-3 reductions at once": System(partial(build_zero, ablations.ReductionsAtOnce), 6),
+    "zero-3 two communicators": System(partial(build_zero, ablations.TwoCommunicators), 6),
     "plain": System(build_plain, 0),
 }
 

@@ -93,6 +93,10 @@ class Arena:
         """All that it keeps alive: the one piece, used or not."""
         return [self.memory]
 
+    def host_tensors(self) -> list[Tensor]:
+        """None waits in host memory."""
+        return []
+
     def put(self, tensors: list[Tensor]) -> Parcel:
         """Copies of the tensors. RuntimeError if there is no room for them."""
         end, copies = self.used_bytes, []

@@ -7,76 +7,84 @@
     communication   stage 3's slots; what offload copies up from
     other           buffers of the model, and the numbers that give parameters out of turn their shapes
 
-A storage that is listed twice is counted once (`memory.walk`), so views do no harm. What a stage keeps beside this, it
-adds by overriding `tensors` (zero3.py, update/offload.py).
+A storage that is listed twice is counted once (`memory.walk`), so views do no harm. Stage 3 adds its
+slots (`Zero3.tensors`), an update what it keeps elsewhere (`tensors` in update/).
 """
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import torch
+from torch import nn
 
-from zero_mini.activations.checkpointing import waiting_places
-from zero_mini.activations.on_host import HostMemory
 from zero_mini.comm import Call
 from zero_mini.flat import Unit
-from zero_mini.memory.formulas import tensors_in, walk
+from zero_mini.memory.formulas import CATEGORIES, tensors_in, walk
 
 
-class Inventory:
-    """`self` is a stage: model, optimizer, units, comm, ..."""
+def ledger(zero) -> list[Call]:
+    """Every collective of the last whole step, in order."""
+    return zero.comm.ledger.last_step
 
-    @property
-    def ledger(self) -> list[Call]:
-        """Every collective of the last whole step, in order."""
-        return self.comm.last_step
 
-    places = ("device", "host")  # that `memory` knows
+def memory(zero, place: str | None = None) -> dict[str, int]:
+    """Bytes that are kept alive here now, by category (`formulas.walk`).
 
-    def memory(self, place: str | None = None) -> dict[str, int]:
-        """Bytes that are kept alive here now, by category (`memory.walk`).
+    place: "device", where the model computes, "host", where something waits (offload, checkpointed activations), or
+    "disk", in files (offload to a folder); None: device and host, which on a CPU differ only in what they are for.
+    """
+    places = zero.update.places
+    if place not in (None, *places):
+        raise ValueError(f"place must be {', '.join(map(repr, places))} or None (got {place!r})")
+    if place == "disk":
+        return dict.fromkeys(CATEGORIES, 0) | {"optimizer": zero.update.bytes_on_disk()}
+    everywhere, at_host = walk(zero), walk(SimpleNamespace(tensors=lambda: host_tensors(zero)))
+    if place is None:
+        return everywhere
+    return at_host if place == "host" else {name: everywhere[name] - at_host[name] for name in everywhere}
 
-        place: "device", where the model computes, or "host", where something waits (offload, checkpointed
-        activations); None: both. On a CPU the two are told apart by what they are for.
-        """
-        if place not in (None, "device", "host"):
-            raise ValueError(f"place must be 'device', 'host' or None (got {place!r})")
-        held, at_host = walk(self), walk(SimpleNamespace(tensors=self.host_tensors))
-        if place is None:
-            return held
-        return at_host if place == "host" else {name: held[name] - at_host[name] for name in held}
 
-    def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """(category, label, tensor) for everything that is kept alive here, views included."""
-        for unit in self.units:
-            if unit.full is not None:
-                yield "parameters", unit.name, unit.full
-            sent = unit.reducing[1:] if unit.reducing else ()
-            for grad in (unit.own_grad, unit.grad, *sent, *unit.grads()):
-                if grad is not None:
-                    yield "gradients", unit.name, grad
-            yield from self.states(unit)
-            yield "other", unit.name, unit.nothing[0]
-        for tensor in tensors_in(self.optimizer.state):  # besides those of units, what is no parameter's own
-            yield "optimizer", "state", tensor
-        for name, buffer in self.model.named_buffers():
-            yield "other", name, buffer
-        for place in waiting_places(self.model):
-            for tensor in place.tensors():
-                yield "activations", "checkpoint", tensor
+def tensors(zero) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(category, label, tensor) for everything that is kept alive here, views included."""
+    for unit in zero.units:
+        if unit.full is not None:
+            yield "parameters", unit.name, unit.full
+        in_flight = unit.reducing[1:] if unit.reducing else ()  # the mean and the buffer
+        for grad in (unit.mean_grad, unit.local_grad, *in_flight, *unit.grads()):
+            if grad is not None:
+                yield "gradients", unit.name, grad
+        yield from states(zero, unit)
+        yield "other", unit.name, unit.nan_views[0]
+    for tensor in tensors_in(zero.optimizer.state):  # besides those of units, what is no parameter's own
+        yield "optimizer", "state", tensor
+    for name, buffer in zero.model.named_buffers():
+        yield "other", name, buffer
+    for place in waiting_places(zero.model):
+        for tensor in place.tensors():
+            yield "activations", "checkpoint", tensor
+    yield from zero.update.tensors()
 
-    def states(self, unit: Unit) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Those that wait for the unit's update: its master, and what the optimizer has made for it."""
-        # K = 12 counts the fp32 master copy as the optimizer's; without mixed precision it is the parameters.
-        yield "optimizer" if self.mixed else "parameters", unit.name, unit.master
-        for _, piece in unit.pieces:  # their .grad is a view of own_grad
-            for tensor in tensors_in(self.optimizer.state.get(piece)):
-                yield "optimizer", unit.name, tensor
 
-    def host_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Those of `tensors` that wait in host memory."""
-        for place in waiting_places(self.model):
-            if isinstance(place, HostMemory):
-                for parcel in place.waiting():
-                    for tensor in parcel.at_host:
-                        yield "activations", "checkpoint", tensor
+def states(zero, unit: Unit) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """What waits for the unit's update: its master, and the optimizer's states."""
+    # K = 12 counts the fp32 master copy as the optimizer's; without mixed precision it is the parameters.
+    yield "optimizer" if zero.mixed else "parameters", unit.name, unit.master
+    for _, piece in unit.pieces:  # their .grad is a view of mean_grad
+        for tensor in tensors_in(zero.optimizer.state.get(piece)):
+            yield "optimizer", unit.name, tensor
+
+
+def host_tensors(zero) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Those of `tensors` that wait in host memory."""
+    for place in waiting_places(zero.model):
+        for tensor in place.host_tensors():
+            yield "activations", "checkpoint", tensor
+    yield from zero.update.host_tensors()
+
+
+def waiting_places(model: nn.Module) -> list:
+    """Where inputs of the model's checkpointed blocks wait: `checkpoint_blocks` binds it to their forward as `host`."""
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    places = [forward.keywords.get("host") for forward in forwards if isinstance(forward, partial)]
+    return [place for place in dict.fromkeys(places) if hasattr(place, "host_tensors")]

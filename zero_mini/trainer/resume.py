@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero_mini.checkpoint.sharded import Checkpoints, Loaded, load
-from zero_mini.ddp import DDP
+from zero_mini.script import Script
 from zero_mini.trainer.gpt import GPTConfig
 from zero_mini.trainer.launch import Refusal
 from zero_mini.trainer.options import Options
@@ -66,7 +66,7 @@ class Saving:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def after_step(self, zero: DDP, step: int, check: Callable[[], object]) -> None:
+    def after_step(self, zero: Script, step: int, check: Callable[[], object]) -> None:
         """Save if it is time; `check` raises if this is no state to go on from. Stopped, if any rank heard a signal."""
         number = self.heard_by_any(zero)
         if self.checkpoints and (number or step % self.options.save_every == 0 or step == self.options.steps):
@@ -81,10 +81,10 @@ class Saving:
                 f"ended by {name} after step {step}, which is saved: --resume auto goes on from there", number
             )
 
-    def heard_by_any(self, zero: DDP) -> int:
+    def heard_by_any(self, zero: Script) -> int:
         """The number of a signal that any rank has heard, the same on all; 0 for none. Collective, between hosts."""
         heard = torch.tensor([self.heard])
-        dist.all_reduce(heard, dist.ReduceOp.MAX, group=zero.comm.host_group)
+        dist.all_reduce(heard, dist.ReduceOp.MAX, group=zero.comm.host.group)
         return int(heard)
 
     def _hear(self, number: int, frame: object) -> None:
@@ -112,7 +112,7 @@ def what_must_not_change(options: Options, config: GPTConfig, training_text: tor
     return {name: getattr(options, name) for name in names} | shape | {"data": data}
 
 
-def go_on(options: Options, zero: DDP, must_not_change: dict) -> Loaded:
+def go_on(options: Options, zero: Script, must_not_change: dict) -> Loaded:
     """Load what --resume asks for, and say what was. Collective. Refusal if it is another run's."""
     if options.resume is None:
         return Loaded(None, 0, {}, [])

@@ -44,14 +44,10 @@ import torch
 from torch import Tensor
 
 from zero_mini.binding.checks import known_class
-from zero_mini.binding.full_params import is_elementwise
 from zero_mini.binding.parameter import plainly, set_data
+from zero_mini.binding.pieces import is_elementwise
 from zero_mini.flat import Unit
-from zero_mini.memory.formulas import CATEGORIES
 from zero_mini.update.offload import Offload
-from zero_mini.zero1 import Zero1
-from zero_mini.zero2 import Zero2
-from zero_mini.zero3 import Zero3
 
 
 class StateFiles:
@@ -113,23 +109,23 @@ class StateFiles:
 
 
 class OnDisk(Offload):
-    """`self` is also a stage from 1 to 3."""
+    """`zero` is the handle of stage 1, 2 or 3."""
 
     places = ("device", "host", "disk")
 
-    def __init__(self, folder: Path, model, optimizer, units: list[Unit], comm, *rest) -> None:
-        self.folder, self.reason = folder, None
-        self.generation = dict.fromkeys(units, 0)  # the one in use
-        self.number = {unit: number for number, unit in enumerate(units)}
+    def __init__(self, zero, folder: Path) -> None:
+        super().__init__(zero)
+        self.folder, self.reason = folder, None  # why this rank cannot use it
+        self.generation = dict.fromkeys(zero.units, 0)  # the one in use
+        self.number = {unit: number for number, unit in enumerate(zero.units)}
         # After the master, a unit's file holds these: (number of the piece, key of its state, dtype).
-        self.layout: dict[Unit, list[tuple[int, str, torch.dtype]]] = {unit: [] for unit in units}
-        values = (
-            3 if known_class(optimizer) in (torch.optim.Adam, torch.optim.AdamW) else 1
-        )  # others: the master at least
-        needed = 2 * sum(unit.S * unit.params[0].element_size() * values for unit in units)
-        about = f"rank {comm.rank} of {comm.world_size}, a {type(model).__name__} of {len(units)} units"
+        self.layout: dict[Unit, list[tuple[int, str, torch.dtype]]] = {unit: [] for unit in zero.units}
+        is_adam = known_class(zero.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        values = 3 if is_adam else 1  # others: the master at least
+        needed = 2 * sum(unit.S * unit.params[0].element_size() * values for unit in zero.units)
+        about = f"rank {zero.rank} of {zero.world_size}, a {type(zero.model).__name__} of {len(zero.units)} units"
         try:
-            self.files = StateFiles(folder, comm.rank, about)
+            self.files = StateFiles(folder, zero.rank, about)
             free = shutil.disk_usage(folder).free
             if free < needed:
                 self.reason = f"{folder} has {free:,} bytes free, and a rank's states take {needed:,}"
@@ -137,31 +133,33 @@ class OnDisk(Offload):
             self.reason = f"{folder} holds the states of another run that lives; choose another folder"
         except OSError as error:
             self.reason = f"{folder} cannot be used: {error.strerror}"
-        self.refuse_together(comm)
+        self.refuse_together()
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="states")  # one reads, one writes
-        super().__init__(model, optimizer, units, comm, *rest)
-        self.refuse_together(comm)
 
-    def refuse_together(self, comm) -> None:
-        """ValueError on every rank if one has a reason: nobody waits for a rank that has left."""
-        for rank, reason in enumerate(comm.host_gather(self.reason)):
+    def ready(self) -> None:
+        """All masters are in their files, or every rank raises."""
+        self.refuse_together()
+
+    def refuse_together(self) -> None:
+        """ValueError on every rank if one has a reason, so that no rank waits for one that has left."""
+        for rank, reason in enumerate(self.zero.comm.host.gather(self.reason)):
             if reason is not None:
                 raise ValueError(f"offload: rank {rank}: {reason}")
 
-    def own(self, unit: Unit, values: Tensor) -> None:
+    def adopt(self, unit: Unit) -> None:
         """As offload does; then the master goes to its file."""
-        super().own(unit, values)
+        super().adopt(unit)
         try:
             self.files.write(f"{self.number[unit]}.0", [unit.master])
         except OSError as error:
             self.reason = self.reason or f"{self.folder}: {error.strerror or error}"
-        self.rest(unit)
+        self.set_aside(unit)
 
     # --- a unit comes and goes ---------------------------------------------------------------
 
     def read(self, unit: Unit) -> list[Tensor]:
         """Its master and states, in new memory."""
-        tensors = [torch.empty(unit.S, dtype=self.master_dtype)]
+        tensors = [torch.empty(unit.S, dtype=self.zero.master_dtype)]
         for number, _, dtype in self.layout[unit]:
             tensors.append(torch.empty(unit.pieces[number][1].shape, dtype=dtype))
         return self.files.read(f"{self.number[unit]}.{self.generation[unit]}", tensors)
@@ -174,29 +172,29 @@ class OnDisk(Offload):
         """They are what the optimizer sees."""
         unit.master, *states = tensors
         with plainly():
-            for (_, piece), (_, view) in zip(unit.pieces, unit.cut(unit.master)):
+            for (_, piece), (_, view) in zip(unit.pieces, unit.by_group(unit.master)):
                 set_data(piece, view)
         for (number, key, _), value in zip(self.layout[unit], states):
-            self.optimizer.state[unit.pieces[number][1]][key] = value
+            self.zero.optimizer.state[unit.pieces[number][1]][key] = value
 
     def collect(self, unit: Unit) -> list[Tensor]:
         """What the optimizer has made of them."""
         tensors, layout = [unit.master], []
         for number, (_, piece) in enumerate(unit.pieces):
-            for key, value in self.optimizer.state.get(piece, {}).items():
+            for key, value in self.zero.optimizer.state.get(piece, {}).items():
                 if is_elementwise(value, piece):
                     tensors.append(value)
                     layout.append((number, key, value.dtype))
         self.layout[unit] = layout
         return tensors
 
-    def rest(self, unit: Unit) -> None:
+    def set_aside(self, unit: Unit) -> None:
         """Out of turn: the right shapes, no memory."""
-        nothing = torch.full((), float("nan"), dtype=self.master_dtype)
+        nothing = torch.full((), float("nan"), dtype=self.zero.master_dtype)
         self.install(unit, [nothing.expand(unit.S)])
         for number, key, dtype in self.layout[unit]:
             piece = unit.pieces[number][1]
-            self.optimizer.state[piece][key] = nothing.to(dtype).expand(piece.shape)
+            self.zero.optimizer.state[piece][key] = nothing.to(dtype).expand(piece.shape)
 
     @contextlib.contextmanager
     def in_memory(self, unit: Unit, write: bool = False) -> Iterator[None]:
@@ -210,7 +208,7 @@ class OnDisk(Offload):
         except OSError as error:
             raise RuntimeError(f"states of {unit.name} in {self.folder}: {error.strerror or error}") from error
         finally:
-            self.rest(unit)
+            self.set_aside(unit)
 
     # --- the moments -------------------------------------------------------------------------
 
@@ -228,7 +226,7 @@ class OnDisk(Offload):
                 updated.append(unit)
                 self.update(unit)
                 tensors = self.collect(unit)
-                self.rest(unit)
+                self.set_aside(unit)
                 if going is not None:
                     going.result()
                 going = self.threads.submit(self.write, unit, tensors)
@@ -237,7 +235,7 @@ class OnDisk(Offload):
                 going.result()
         except OSError as error:
             reason = f"{self.folder}: {error.strerror or error}"
-        failed = {rank: why for rank, why in enumerate(self.comm.host_gather(reason)) if why is not None}
+        failed = {rank: why for rank, why in enumerate(self.zero.comm.host.gather(reason)) if why is not None}
         if not failed:
             for unit in units:
                 self.generation[unit] = 1 - self.generation[unit]
@@ -248,7 +246,7 @@ class OnDisk(Offload):
         restored = self.go_back({unit: before[unit] for unit in updated})
         rank, why = next(iter(failed.items()))
         raise RuntimeError(
-            f"step {self.comm.steps}: states of rank {rank} in {why}. The step was not taken: "
+            f"step {self.zero.comm.ledger.steps}: states of rank {rank} in {why}. The step was not taken: "
             + (
                 "states, parameters and gradients are what they were; make room and call optimizer.step() again"
                 if restored
@@ -258,7 +256,7 @@ class OnDisk(Offload):
 
     def numbers_of(self, piece: Tensor) -> dict:
         """Copies of those of its states that are no tensor of its shape, which stay in memory: a step, say."""
-        state = self.optimizer.state.get(piece, {})
+        state = self.zero.optimizer.state.get(piece, {})
         return {key: copy.deepcopy(value) for key, value in state.items() if not is_elementwise(value, piece)}
 
     def go_back(self, before: dict[Unit, tuple]) -> bool:
@@ -266,13 +264,13 @@ class OnDisk(Offload):
         for unit, (layout, numbers) in before.items():
             self.layout[unit] = layout
             for (_, piece), kept in zip(unit.pieces, numbers):
-                self.optimizer.state[piece] = kept
+                self.zero.optimizer.state[piece] = kept
                 piece.grad = None
-            self.rest(unit)
+            self.set_aside(unit)
         try:
             for unit in before:
                 with self.in_memory(unit):
-                    self.follow(unit)
+                    self.write_cast(unit)
                     self.wait_for_rising(unit)
         except RuntimeError:
             return False
@@ -283,28 +281,11 @@ class OnDisk(Offload):
         with self.in_memory(unit, write=True):
             super().replace(unit, values)
 
-    def load_optimizer_states(self, states: dict[str, dict]) -> None:
+    def forget_states(self) -> None:
         """What was there before is not read again."""
-        self.layout = {unit: [] for unit in self.units}
-        super().load_optimizer_states(states)
+        self.layout = {unit: [] for unit in self.zero.units}
+        super().forget_states()
 
-    def memory(self, place: str | None = None) -> dict[str, int]:
-        """As for every stage; also of place "disk": bytes of both generations."""
-        if place == "disk":
-            return dict.fromkeys(CATEGORIES, 0) | {"optimizer": self.files.nbytes()}
-        return super().memory(place)
-
-
-class OnDiskZero1(OnDisk, Zero1):
-    """P_os, with the optimizer's states in files."""
-
-
-class OnDiskZero2(OnDisk, Zero2):
-    """P_os+g, with the optimizer's states in files."""
-
-
-class OnDiskZero3(OnDisk, Zero3):
-    """P_os+g+p, with the optimizer's states in files."""
-
-
-STAGES = {1: OnDiskZero1, 2: OnDiskZero2, 3: OnDiskZero3}
+    def bytes_on_disk(self) -> int:
+        """Of both generations."""
+        return self.files.nbytes()

@@ -87,57 +87,59 @@ class LossScaler:
         self.__init__(**state)
 
 
-class Scaling:
-    """`self` is a stage: trainable units, comm, the script's moments. `scaler` is None unless it computes in fp16."""
+def scale(zero, loss: torch.Tensor) -> torch.Tensor:
+    """The loss to call backward() on. In fp16 it is multiplied by the scale; otherwise it is the loss itzero.
 
-    def begin_scaling(self, scaler: LossScaler | None) -> None:
-        """Once."""
-        self.scaler = scaler if scaler is not None or self.dtype != torch.float16 else LossScaler()
-        self.scaled = False  # a loss has been, since the last step
-        self.overflow: bool | None = None  # of this step's gradients, on any rank; None: nobody has looked
-        self.stepped = True  # the last step was not skipped
+    RuntimeError between clip_grad_norm_ and the step: gradients that are divided by the scale already cannot be
+    added to others.
+    """
+    if zero.factor.scaler is None:
+        return loss
+    if zero.factor.overflow is not None:
+        raise RuntimeError(
+            "zero.scale(loss) after this step's gradients were divided by the scale, as clip_grad_norm_ and "
+            "full_params(grads=True) do: run every backward of a step before, or zero_grad() first"
+        )
+    zero.factor.scaled = True
+    return loss * zero.factor.scaler.scale
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward() on. In fp16 it is multiplied by the scale; otherwise it is the loss itself.
 
-        RuntimeError between clip_grad_norm_ and the step: gradients that are divided by the scale already cannot be
-        added to others.
-        """
-        if self.scaler is None:
-            return loss
-        if self.overflow is not None:
-            raise RuntimeError(
-                "zero.scale(loss) after this step's gradients were divided by the scale, as clip_grad_norm_ and "
-                "full_params(grads=True) do: run every backward of a step before, or zero_grad() first"
-            )
-        self.scaled = True
-        return loss * self.scaler.scale
+def stepped(zero) -> bool:
+    """False if the last step was skipped, because gradients overflowed."""
+    return zero.factor.stepped
 
-    def look_for_overflow(self) -> None:
-        """All means are here: is any element of any rank's not finite? From now on they are to be unscaled."""
-        if self.scaler is None or self.overflow is not None:
-            return
-        if not self.scaled and any(unit.own_grad is not None for unit in self.trainable):
-            raise RuntimeError(
-                "a step in fp16, but its loss was not scaled, so small gradients are lost: "
-                "call zero.scale(loss).backward()"
-            )
-        largest = self.partial_norms(float("inf"))  # (N), of each rank's slice; NaN stays NaN
-        self.overflow = not largest.isfinite().all().item()
-        self.coefficient = torch.full((), 1 / self.scaler.scale, dtype=self.master_dtype, device=self.device)
 
-    def skip(self) -> None:
-        """The optimizer finds no gradient, and so does nothing."""
-        for unit in self.trainable:
-            unit.own_grad = None
-            with plainly():
-                for _, piece in unit.pieces:
-                    set_grad(piece, None)
+def scaler(zero) -> LossScaler | None:
+    """The loss scale, or None: the model does not compute in fp16."""
+    return zero.factor.scaler
 
-    def end_scaling(self) -> None:
-        """The step is over: the scale follows from it. RuntimeError, on every rank, after too many overflows."""
-        self.stepped = not self.overflow
-        if self.scaler is not None:
-            self.scaled, self.overflow = False, None
-            self.forget_coefficient()  # the next step's gradients have a scale of their own
-            self.scaler.update(not self.stepped)
+
+def look_for_overflow(zero) -> None:
+    """All means are here: is any element of any rank's not finite? From now on they are to be unscaled."""
+    if zero.factor.scaler is None or zero.factor.overflow is not None:
+        return
+    if not zero.factor.scaled and any(unit.mean_grad is not None for unit in zero.trainable):
+        raise RuntimeError(
+            "a step in fp16, but its loss was not scaled, so small gradients are lost: call zero.scale(loss).backward()"
+        )
+    largest = zero.comm.total_norm(zero.partial_norms(float("inf")), float("inf"))  # (0-dim) NaN stays NaN
+    zero.factor.overflow = not largest.isfinite().item()
+    zero.factor.value = torch.full((), 1 / zero.factor.scaler.scale, dtype=zero.master_dtype, device=zero.device)
+
+
+def skip(zero) -> None:
+    """The optimizer finds no gradient, and so does nothing."""
+    for unit in zero.trainable:
+        unit.mean_grad = None
+        with plainly():
+            for _, piece in unit.pieces:
+                set_grad(piece, None)
+
+
+def end_step(zero) -> None:
+    """The step is over: the scale follows from it. RuntimeError, on every rank, after too many overflows."""
+    zero.factor.stepped = not zero.factor.overflow
+    if zero.factor.scaler is not None:
+        zero.factor.scaled, zero.factor.overflow = False, None
+        zero.factor.forget()  # the next step's gradients have a scale of their own
+        zero.factor.scaler.update(not zero.factor.stepped)

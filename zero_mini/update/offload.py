@@ -13,15 +13,14 @@ and gradients of at most three units on the GPU, also at stage 1. At the host, s
 What crosses is the least that can: the cut through the graph of a step at the edges of 2 bytes, which leaves all that
 grows with the tokens on the GPU and all that is done once a step on the CPU (the paper's section 3.3).
 
-unlike the stage under it (1, 2 or 3):
-  - own:         the master goes to the host; stage 3 keeps a 16-bit slice (S) on the GPU, from which gathers start
-  - finish:      a mean goes on down, without waiting, while backward goes on; a further micro-batch's is added
-                 there by a thread, while this one gives the GPU its work
-  - at_hand:     it has landed: this alone makes the host wait
-  - update_masters:
-                 one unit after the other: fp32 gradients of this unit, the optimizer's own step, a cast, and up
-  - follow:      the cast goes up, while the next unit is updated
-  - publish:     gathers start when it is there
+unlike on_device.py, at stage 1, 2 or 3:
+  - adopt:          the master goes to the host; stage 3 keeps a 16-bit slice (S) on the GPU, from which gathers start
+  - receive:        a mean goes down, without waiting, while backward goes on; a further micro-batch's is added there
+                    by a thread, while this thread launches the GPU's kernels
+  - wait_for_mean:  it has landed: this alone makes the host wait
+  - step:           one unit after the other: fp32 gradients of this unit, the optimizer's own step, a cast, and up
+  - write_cast:     the cast goes up, while the next unit is updated
+  - settle_cast:    gathers start when it is there
 
     time -->   backward                    step                            next forward
     GPU        u2     u1     u0                                            u0 u1 u2
@@ -45,10 +44,9 @@ from torch import Tensor
 
 from zero_mini.binding.checks import is_known
 from zero_mini.flat import Unit
+from zero_mini.memory.inventory import states
 from zero_mini.update import one_pass
-from zero_mini.zero1 import Zero1
-from zero_mini.zero2 import Zero2
-from zero_mini.zero3 import Zero3
+from zero_mini.update.on_device import OnDevice
 
 PART = 2**23  # elements that are updated at a time
 
@@ -114,13 +112,12 @@ class Link:
         return self.departed[0]
 
 
-class Offload:
-    """`self` is also a stage from 1 to 3."""
+class Offload(OnDevice):
+    """`zero` is the handle of stage 1, 2 or 3."""
 
-    def allocate(self) -> None:
-        """The way to the host, and what waits at its two ends."""
-        super().allocate()
-        self.link = Link(self.device)
+    def __init__(self, zero) -> None:
+        super().__init__(zero)
+        self.link = Link(zero.device)
         self.resident: dict[Unit, Tensor] = {}  # stage 3: the own slice (S), in the model's dtype, on the GPU
         self.landing: dict[Unit, Tensor] = {}  # where a mean (S) arrives at the host
         self.sums: dict[Unit, Tensor] = {}  # of several micro-batches (S), in the master's dtype
@@ -128,15 +125,14 @@ class Offload:
         self.adder = ThreadPoolExecutor(1)  # adds means up, while this thread gives the GPU its work
         self.rising: dict[Unit, torch.cuda.Event | None] = {}  # casts on their way
         self.sent: deque[Unit] = deque()  # reductions that may be under way still
-        largest = max(unit.S for unit in self.units)
-        self.scratch = torch.empty(min(PART, largest), dtype=self.master_dtype)  # fp32 gradients, while they are used
+        largest = max(unit.S for unit in zero.units)
+        self.scratch = torch.empty(min(PART, largest), dtype=zero.master_dtype)  # fp32 gradients, while they are used
         self.addend: Tensor | None = None  # the same, while they are added to sums
 
-    def own(self, unit: Unit, values: Tensor) -> None:
-        """As the stage does; then the master leaves the GPU."""
-        super().own(unit, values)
+    def adopt(self, unit: Unit) -> None:
+        """The master leaves the GPU."""
         if unit.full is None:
-            self.resident[unit] = unit.master.to(self.dtype)
+            self.resident[unit] = unit.master.to(self.zero.dtype)
         unit.master = unit.master.to("cpu", copy=True)
 
     def source(self, unit: Unit) -> Tensor:
@@ -145,42 +141,35 @@ class Offload:
 
     def on_gpu(self, unit: Unit) -> Tensor:
         """The own slice (S) that the model's parameters are made of."""
-        return self.resident[unit] if unit.full is None else unit.own(unit.full)
+        return self.resident[unit] if unit.full is None else unit.slice_of(unit.full)
 
-    def reduce(self, unit: Unit) -> None:
-        """As the stage does; the means before the last two are done, or nearly: they go down."""
-        super().reduce(unit)
+    def after_reduce(self, unit: Unit) -> None:
+        """The means before the last two have arrived, or nearly: they go down."""
         self.sent.append(unit)
         if len(self.sent) > 2:
-            self.finish(self.sent.popleft())
+            self.zero.finish_reduction(self.sent.popleft())
 
-    def after_backward(self) -> None:
+    def end_backward(self) -> None:
         """The last means go down too."""
-        super().after_backward()
         while self.sent:
-            self.finish(self.sent.popleft())
+            self.zero.finish_reduction(self.sent.popleft())
 
-    def finish(self, unit: Unit) -> None:
-        """If the unit's mean is on the wire, let it go on to the host, which waits for none but an earlier one."""
-        if unit.reducing is None:
-            return
-        work, result, _ = unit.reducing
-        work.wait()
-        unit.reducing = None
+    def receive(self, unit: Unit, mean: Tensor) -> None:
+        """The mean goes on to the host, which waits for none but an earlier one."""
         self.land(unit)
         place = self.landing.get(unit)
-        if unit.own_grad is not None and unit.own_grad is place:
+        if unit.mean_grad is not None and unit.mean_grad is place:
             if unit not in self.sums:
-                self.sums[unit] = torch.empty(unit.S, dtype=self.master_dtype)
-            unit.own_grad = self.sums[unit].copy_(place)
-        if place is None or place.dtype != result.dtype:
-            self.landing[unit] = place = self.link.host_buffer(unit.S, result.dtype)
-        event = self.link.down(result, place)
-        if unit.own_grad is not None:
-            unit.own_grad = unit.own_grad.to(self.master_dtype)
-            self.falling[unit] = self.adder.submit(self.add, unit.own_grad, place, event).result
+                self.sums[unit] = torch.empty(unit.S, dtype=self.zero.master_dtype)
+            unit.mean_grad = self.sums[unit].copy_(place)
+        if place is None or place.dtype != mean.dtype:
+            self.landing[unit] = place = self.link.host_buffer(unit.S, mean.dtype)
+        event = self.link.down(mean, place)
+        if unit.mean_grad is not None:
+            unit.mean_grad = unit.mean_grad.to(self.zero.master_dtype)
+            self.falling[unit] = self.adder.submit(self.add, unit.mean_grad, place, event).result
             return
-        unit.own_grad = place
+        unit.mean_grad = place
         if event is not None:
             self.falling[unit] = event.synchronize
 
@@ -203,25 +192,27 @@ class Offload:
             self.falling[unit]()
             del self.falling[unit]
 
-    def at_hand(self, unit: Unit) -> None:
-        """At the host."""
-        self.finish(unit)
+    def wait_for_mean(self, unit: Unit) -> None:
+        """It is at the host."""
+        super().wait_for_mean(unit)
         self.land(unit)
 
-    def slice_norm(self, rank: int, norm_type: float) -> Tensor:
-        """Computed at the host, told on the GPU."""
-        return super().slice_norm(rank, norm_type).to(self.device)
+    def applies_factor(self) -> bool:
+        """To an fp32 copy of one unit's gradient. But an optimizer of the user's may count its calls."""
+        return is_known(self.zero.optimizer)
 
-    def updates_itself(self) -> bool:
-        """From an fp32 copy of one unit's gradient. But an optimizer of the user's may count its calls."""
-        return is_known(self.optimizer)
-
-    def update_masters(self) -> None:
+    def step(self) -> None:
         """Unit after unit, in the order in which means arrive."""
+        zero = self.zero
+        self.casts_written = self.applies_factor()
+        if not self.casts_written:
+            self.hand_means_to_optimizer()
+            return
+        zero.check_step()
         self.link.let_go()
-        if self.coefficient is not None:
-            self.coefficient = self.coefficient.to("cpu")
-        self.update_all([unit for unit in reversed(self.trainable) if unit.holds_gradient])
+        if zero.factor.value is not None:
+            zero.factor.value = zero.factor.value.to("cpu")
+        self.update_all([unit for unit in reversed(zero.trainable) if unit.holds_gradient])
 
     def update_all(self, units: list[Unit]) -> None:
         """All units that have a gradient."""
@@ -230,35 +221,35 @@ class Offload:
 
     def update(self, unit: Unit) -> None:
         """One unit's, and its cast begins to rise."""
-        self.at_hand(unit)
-        if one_pass.knows(self.optimizer):
+        self.wait_for_mean(unit)
+        if one_pass.is_fusible(self.zero.optimizer):
             self.rise(unit, lambda staging: self.update_in_parts(unit, staging))
         else:
             self.update_by_own_step(unit)
-            self.follow(unit)
+            self.write_cast(unit)
 
     def update_in_parts(self, unit: Unit, staging: Tensor) -> None:
         """AdamW, and the cast to `staging`: parts so small that the fp32 gradient never leaves the CPU's caches."""
-        used = list(unit.used_pieces(unit.own_grad))
+        used = list(unit.used_pieces(unit.mean_grad))
         if len(used) < len(unit.pieces):
             staging.copy_(unit.master)
         for (group, piece, grad), (_, _, cast) in zip(used, unit.used_pieces(staging)):
-            state = one_pass.begun(self.optimizer, piece)
+            state = one_pass.state_of(self.zero.optimizer, piece)
             state["step"] += 1
             wholes = (piece.detach(), grad, state["exp_avg"], state["exp_avg_sq"], cast)
             for master, grad, *rest in zip(*(whole.split(PART) for whole in wholes)):
                 upcast = self.scratch[: grad.numel()].copy_(grad)
-                if self.coefficient is not None:
-                    upcast.mul_(self.coefficient)
-                one_pass.update(master, upcast, *rest, state["step"], None, self.optimizer.param_groups[group])
+                if self.zero.factor.value is not None:
+                    upcast.mul_(self.zero.factor.value)
+                one_pass.update(master, upcast, *rest, state["step"], None, self.zero.optimizer.param_groups[group])
             piece.grad = None
 
     def update_by_own_step(self, unit: Unit) -> None:
         """The step of the optimizer's class, which finds no other unit's parameters."""
-        grad = unit.own_grad.to(self.master_dtype)
-        if self.coefficient is not None:
-            grad = grad * self.coefficient
-        groups = self.optimizer.param_groups
+        grad = unit.mean_grad.to(self.zero.master_dtype)
+        if self.zero.factor.value is not None:
+            grad = grad * self.zero.factor.value
+        groups = self.zero.optimizer.param_groups
         everything = [group["params"] for group in groups]
         for group in groups:
             group["params"] = []
@@ -266,14 +257,14 @@ class Offload:
             piece.grad = part
             groups[group]["params"].append(piece)
         try:
-            step_without_hooks(self.optimizer)
+            step_without_hooks(self.zero.optimizer)
         finally:
             for group, params in zip(groups, everything):
                 group["params"] = params
             for _, piece in unit.pieces:
                 piece.grad = None
 
-    def follow(self, unit: Unit) -> None:
+    def write_cast(self, unit: Unit) -> None:
         """A cast of the master goes up."""
         self.rise(unit, lambda staging: staging.copy_(unit.master))
 
@@ -284,35 +275,33 @@ class Offload:
         write(staging)
         self.rising[unit] = self.link.up(staging, target)
 
-    def publish(self, unit: Unit) -> None:
-        """What is published has to be there: the current stream waits, the host does not."""
+    def settle_cast(self, unit: Unit) -> None:
+        """The cast has to be there before it is published: the current stream waits, the host does not."""
+        super().settle_cast(unit)
         self.wait_for_rising(unit)
-        super().publish(unit)
 
     def wait_for_rising(self, unit: Unit) -> None:
         event = self.rising.pop(unit, None)
         if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+            torch.cuda.current_stream(self.zero.device).wait_event(event)
 
     def replace(self, unit: Unit, values: Tensor) -> None:
         """The slice on the GPU as well."""
         super().replace(unit, values)
-        self.on_gpu(unit).copy_(unit.own(values))
+        self.on_gpu(unit).copy_(unit.slice_of(values))
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """The slices on the GPU, and what lies at the host between step and step."""
-        yield from super().tensors()
         for unit, shard in self.resident.items():
             yield "parameters", unit.name, shard
         yield from self.host_tensors()
 
     def host_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """What lies in host memory, (category, label, tensor)."""
-        yield from super().host_tensors()
-        for unit in self.units:
-            yield from self.states(unit)
-            if unit.own_grad is not None:
-                yield "gradients", unit.name, unit.own_grad
+        for unit in self.zero.units:
+            yield from states(self.zero, unit)
+            if unit.mean_grad is not None:
+                yield "gradients", unit.name, unit.mean_grad
         for place in (self.landing, self.sums):
             for unit, gradient in place.items():
                 yield "gradients", unit.name, gradient
@@ -329,18 +318,3 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     if getattr(step, "hooked", False):  # torch wraps it when an optimizer of the class is made
         step = step.__wrapped__
     step(optimizer)
-
-
-class OffloadedZero1(Offload, Zero1):
-    """P_os, with the optimizer's states at the host."""
-
-
-class OffloadedZero2(Offload, Zero2):
-    """P_os+g, with the optimizer's states at the host."""
-
-
-class OffloadedZero3(Offload, Zero3):
-    """P_os+g+p, with the optimizer's states at the host."""
-
-
-STAGES = {1: OffloadedZero1, 2: OffloadedZero2, 3: OffloadedZero3}

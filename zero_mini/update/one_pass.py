@@ -32,12 +32,12 @@ except ImportError:  # torch for CPUs comes without it
 BLOCK = 2048  # elements a program
 
 
-def suits(zero) -> bool:
-    """Is there something to save, by an update that is known here, of gradients that nobody has taken to hand?"""
-    return zero.mixed and zero.means_due and knows(zero.optimizer)
+def can_fuse(zero) -> bool:
+    """Mixed precision, plain fused AdamW, and gradients that were not handed to the optimizer yet."""
+    return zero.mixed and zero.means_due and is_fusible(zero.optimizer)
 
 
-def knows(optimizer: torch.optim.Optimizer) -> bool:
+def is_fusible(optimizer: torch.optim.Optimizer) -> bool:
     """Is its update the one that is written here?"""
     return known_class(optimizer) is torch.optim.AdamW and all(
         group["fused"] and not (group["amsgrad"] or group["maximize"] or isinstance(group["lr"], torch.Tensor))
@@ -46,7 +46,7 @@ def knows(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step(zero) -> None:
-    """Update every piece that has a gradient, times `zero.coefficient` (0-dim) if there is one, and write its cast.
+    """Update every piece that has a gradient, times `zero.factor.value` (0-dim) if there is one, and write its cast.
 
     In the order in which means arrive: the first units are updated while the last ones are on the wire.
     """
@@ -59,17 +59,17 @@ def step(zero) -> None:
     factors = [step_factors(zero.optimizer, options, group) for options, group in zip(groups, pieces)]
     counts = [0] * len(groups)
     for unit in units:
-        zero.finish(unit)
+        zero.finish_reduction(unit)
         casts = [None] * len(unit.pieces)  # stage 3 casts as it gathers
         if unit.full is not None:
-            casts = [view for _, _, view in unit.used_pieces(unit.kept(unit.full))]
-        for (group, piece, grad), cast in zip(unit.used_pieces(unit.own_grad), casts):
+            casts = [view for _, _, view in unit.used_pieces(unit.part_of_master(unit.full))]
+        for (group, piece, grad), cast in zip(unit.used_pieces(unit.mean_grad), casts):
             state = zero.optimizer.state[piece]
             parts = (piece.detach(), grad, state["exp_avg"], state["exp_avg_sq"], cast)
             if factors[group] is None:
-                update(*parts, state["step"], zero.coefficient, groups[group])
+                update(*parts, state["step"], zero.factor.value, groups[group])
             else:
-                launch(*parts, *factors[group], counts[group], zero.coefficient, groups[group])
+                launch(*parts, *factors[group], counts[group], zero.factor.value, groups[group])
             counts[group] += 1
             piece.grad = None
     zero.means_due = False
@@ -80,7 +80,7 @@ def step_factors(optimizer: torch.optim.Optimizer, options: dict, pieces: list[t
 
     They are computed on the device, for all pieces of a group at once: the host would have to wait for the count.
     """
-    steps = [begun(optimizer, piece)["step"] for piece in pieces]
+    steps = [state_of(optimizer, piece)["step"] for piece in pieces]
     if steps:
         torch._foreach_add_(steps, 1)
     if triton is None or not steps or not steps[0].is_cuda:
@@ -90,7 +90,7 @@ def step_factors(optimizer: torch.optim.Optimizer, options: dict, pieces: list[t
     return (options["lr"] / (1 - beta1**taken)).float(), (1 - beta2**taken).sqrt().float()
 
 
-def begun(optimizer: torch.optim.Optimizer, piece: torch.Tensor) -> dict[str, torch.Tensor]:
+def state_of(optimizer: torch.optim.Optimizer, piece: torch.Tensor) -> dict[str, torch.Tensor]:
     """The piece's state; at its first step, as AdamW begins it."""
     state = optimizer.state[piece]
     if not state:

@@ -35,7 +35,7 @@ def gather_by_copy_engines(comm: Comm, units: list[Unit]) -> Iterator[None]:
     """
     largest = max((unit.P for unit in units if not unit.is_root), default=0)
     if comm.is_nccl and comm.world_size > 1 and largest >= WORTH_IT:
-        group = group_of_copiers(comm.group, comm.host_gather(host_and_devices()))
+        group = group_of_copiers(comm.group, comm.host.gather(host_and_devices()))
         if group is not None:
             comm.gathering, comm.reachable = group, ReachableMemory(group)
     yield

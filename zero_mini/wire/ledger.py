@@ -9,7 +9,7 @@
     6       reduce_scatter  root         8768    end_step(): `last_step` has all of these now
 
 Whatever is promised of the wire is counted here. The order has to be the same on every rank. So the ledger keeps a
-digest, one number for all that was launched, which ranks compare once a step (`Comm.agree`); and it lets the others
+digest, one number for all that was launched, which ranks compare once a step (host_words.py); and it lets the others
 know where this rank is, in case a collective fails (lost_ranks.py).
 
 Left out: what was computed when. An evaluation's calls are numbered and digested, but are no part of a step's.
@@ -73,7 +73,7 @@ class Ledger:
         if self.whereabouts is not None:
             self.whereabouts.begin_page(self.steps, self.number)
 
-    def _note(self, kind: str, unit: str, buffer: torch.Tensor) -> tuple[Call, Position, Whereabouts | None]:
+    def note(self, kind: str, unit: str, buffer: torch.Tensor) -> tuple[Call, Position]:
         """Write down what is about to be launched, for other ranks too: if sizes differ, gloo ends the process."""
         purpose = self.purpose or ("" if self.recording else "a forward without gradients")
         key = (kind, unit, buffer.numel(), buffer.element_size(), purpose)
@@ -84,9 +84,9 @@ class Ledger:
         if self.recording:
             self.calls.append(call)
         self.digest = zlib.crc32(name, self.digest)
-        return call, self._note_line(line), self.whereabouts
+        return call, self.note_line(line)
 
-    def _note_line(self, line: str) -> Position:
+    def note_line(self, line: str) -> Position:
         """The next entry of this rank's page."""
         self.number += 1
         self.lines.append((self.number, line))

@@ -16,9 +16,11 @@ recorder has such pages of its own.
 
 import contextlib
 import time
+from datetime import timedelta
 
 import torch.distributed as dist
 
+PATIENCE_S = 2.0  # of a collective, before its rank looks where the others are
 LISTEN_S = 0.5  # after a failure, for the others to fail as well: who does not is late, dead, or far off in a ring
 LINES = 10_000  # a page; evaluation may go on for ever without a step
 
@@ -145,3 +147,27 @@ def lost_rank(what: str, here: Position, whereabouts: Whereabouts | None, error:
     reason = str(error).partition("\n")[0].partition(". ")[0].rpartition("] ")[2]  # no C++ file, no advice
     account = "another rank is late, has died or launched something else"
     return LostRank(f"{what} did not complete: {whereabouts.account(here) if whereabouts else account} ({reason})")
+
+
+def wait(work: dist.Work, what: str, position: Position, whereabouts: Whereabouts | None) -> None:
+    """Return when the work is done. LostRank if it cannot complete; soon, if another rank launched something else."""
+    patience = timedelta(seconds=PATIENCE_S)
+    try:
+        while whereabouts is not None:
+            try:
+                work.wait(patience)
+                return
+            except RuntimeError as error:
+                if work.is_completed() or "Operation timed out" not in str(
+                    error
+                ):  # it has failed; else it is only late
+                    raise
+            if message := whereabouts.first_difference():
+                raise LostRank(message)
+        work.wait()
+    except RuntimeError as error:
+        if isinstance(error, LostRank):
+            raise
+        step, number = position
+        place = f"{what}, number {number} of step {step} on rank {dist.get_rank()},"
+        raise lost_rank(place, position, whereabouts, error) from error

@@ -17,8 +17,8 @@ from zero_mini.memory.timeline import union
 if TYPE_CHECKING:
     import torch
 
-    from zero_mini.ddp import DDP
     from zero_mini.flat import Unit
+    from zero_mini.script import Script
 
 STATES = {"exp_avg": "momentum", "exp_avg_sq": "variance"}  # as torch's Adam calls them
 
@@ -55,7 +55,7 @@ def layout(unit: Unit) -> Layout:
     return Layout(unit.name, unit.P, list(zip(names, unit.offsets, [shape.numel() for shape in unit.shapes])))
 
 
-def holdings(zero: DDP, unit: Unit) -> list[Holding]:
+def holdings(zero: Script, unit: Unit) -> list[Holding]:
     """What this rank keeps of the unit now. Ask between a backward and the next zero_grad()."""
     found = []
 

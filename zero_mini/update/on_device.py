@@ -1,0 +1,121 @@
+"""The update on the device of the model: torch's own optimizer step, or one fused pass.
+
+`zero.update` is the one seam between the script of a step and what updates the masters:
+
+    adopt, replace            a unit's master is there, or has other values
+    after_reduce, receive,
+    wait_for_mean             a mean is in flight, has arrived, is where the optimizer reads it
+    step                      the masters get new values
+    write_cast, settle_cast   the parameters that the model computes with follow the master
+    source                    the slice from which stage 3 gathers
+    in_memory                 master and states can be read
+
+update/offload.py keeps masters and states in host memory, update/disk.py in files.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from zero_mini.binding.parameter import plainly, set_grad
+from zero_mini.flat import Unit
+from zero_mini.update import one_pass
+
+
+class OnDevice:
+    """`zero` is the handle of a stage."""
+
+    places = ("device", "host")  # that `zero.memory` knows
+
+    def __init__(self, zero) -> None:
+        self.zero = zero
+        self.casts_written = False  # by the step itself
+
+    def adopt(self, unit: Unit) -> None:
+        """Once: the stage has made the unit's master."""
+
+    def ready(self) -> None:
+        """Once: all units are adopted."""
+
+    def after_reduce(self, unit: Unit) -> None:
+        """A reduction of the unit's gradients has started."""
+
+    def end_backward(self) -> None:
+        """All reductions of a backward have started."""
+
+    def receive(self, unit: Unit, mean: torch.Tensor) -> None:
+        """A mean (P or S) has arrived: add it to what is there, in the master's precision."""
+        if unit.mean_grad is None:
+            unit.mean_grad = mean
+        else:
+            unit.mean_grad = unit.mean_grad.to(self.zero.master_dtype) + mean
+
+    def wait_for_mean(self, unit: Unit) -> None:
+        """The unit's mean is where the optimizer reads it."""
+        self.zero.finish_reduction(unit)
+
+    def applies_factor(self) -> bool:
+        """Will `step` multiply gradients by the factor itself, as it reads them?"""
+        return one_pass.can_fuse(self.zero)
+
+    def step(self) -> None:
+        """Update the masters in one pass, or give the optimizer's own step, which follows, its gradients."""
+        self.casts_written = self.applies_factor()
+        if self.casts_written:
+            self.zero.check_step()
+            one_pass.step(self.zero)
+        else:
+            self.hand_means_to_optimizer()
+
+    @torch.no_grad()
+    def hand_means_to_optimizer(self) -> None:
+        """Every mean becomes its piece's .grad, in the master's dtype, times the factor. May be called twice."""
+        zero = self.zero
+        zero.collect_means()
+        for unit in zero.trainable:
+            if unit.mean_grad is not None:
+                unit.mean_grad = unit.mean_grad.to(zero.master_dtype)
+                if zero.factor.value is not None:
+                    unit.mean_grad.mul_(zero.factor.value.to(unit.mean_grad.device))
+                with plainly():
+                    for _, piece, grad in unit.used_pieces(unit.mean_grad):
+                        set_grad(piece, grad)
+        zero.means_due = False
+        zero.factor.forget()
+
+    def settle_cast(self, unit: Unit) -> None:
+        """After a step: the parameters that the model computes with have the master's new values."""
+        if not self.casts_written:  # a fused step wrote those of units with a gradient; others did not change
+            self.write_cast(unit)
+
+    def write_cast(self, unit: Unit) -> None:
+        """master -> the rank's part of what the model computes with."""
+        if self.zero.mixed and unit.full is not None:
+            unit.part_of_master(unit.full).copy_(unit.master)
+
+    def source(self, unit: Unit) -> torch.Tensor:
+        """The rank's slice (S), from which stage 3 gathers."""
+        return unit.master
+
+    def replace(self, unit: Unit, values: torch.Tensor) -> None:
+        """Other values (P), the same on all ranks."""
+        unit.master.copy_(unit.part_of_master(values))
+        if unit.full is not None:
+            unit.full.copy_(values)
+
+    def in_memory(self, unit: Unit, write: bool = False) -> contextlib.AbstractContextManager:
+        """Within, the unit's master and states can be read, and with `write` changed."""
+        return contextlib.nullcontext()
+
+    def forget_states(self) -> None:
+        """The optimizer's states will be loaded anew."""
+        self.zero.optimizer.state.clear()
+
+    def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """(category, label, tensor) of what is kept besides units and the optimizer's states."""
+        return iter(())
+
+    def host_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Those of all tensors that wait in host memory."""
+        return iter(())
