@@ -7,7 +7,7 @@ STAGE ?= 2
 N ?= 2
 ARGS ?=
 
-.PHONY: train test matrix lint course lessons student slides address
+.PHONY: train test matrix lint course lessons student slides
 .NOTPARALLEL:
 
 # One thread a rank, as torchrun would set it with a warning.
@@ -53,11 +53,6 @@ slides/node_modules/.package-lock.json: slides/package-lock.json
 lint: .venv/installed-lint
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-
-# Not for every day: the repository's address, as pyproject.toml has it, into the README's badges and the lessons.
-ADDRESS := $(shell sed -n 's|^Repository = "https://github.com/\([^"]*\)".*|\1|p' pyproject.toml)
-address:
-	perl -pi -e 's#(github(\.com)?/)[\w.-]+/zero_mini\b#$$1$(ADDRESS)#g' README.md notebooks/*.ipynb
 
 .venv/installed-test: EXTRA = [test,lessons,strangers,student]
 .venv/installed-lessons: EXTRA = [lessons]

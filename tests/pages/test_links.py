@@ -16,7 +16,7 @@ mistune = pytest.importorskip("mistune")  # the Markdown parser of nbconvert, an
 ROOT = Path(__file__).parents[2]
 PLACES = ("*.md", "[!.]*/*.md", "slides/decks/*.md", "notebooks/*.ipynb")
 DOCUMENTS = sorted({path for place in PLACES for path in ROOT.glob(place)})
-HOSTS = ("arxiv.org", "colab.research.google.com", "github.com", "kaggle.com", "marp.app")
+HOSTS = ("arxiv.org", "marp.app")
 
 
 def text_of(path: Path) -> str:
