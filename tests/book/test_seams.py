@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from alone import Alone
 from torch import nn
 
 import zero_mini
@@ -91,34 +92,11 @@ def test_two_nodes_of_two_ranks_train_as_four_ranks_and_write_one_checkpoint(ran
 # --- a Comm without a process group ----------------------------------------------------------
 
 
-class Alone(Comm):
-    """The other ranks are absent: they have the same gradients, and their shards come from `values`."""
-
-    def __init__(self, rank: int, world_size: int, values: dict[str, torch.Tensor]):
-        super().__init__(without=(rank, world_size))
-        self.values = values
-
-    def all_reduce(self, buffer, unit):
-        return self.launch("all_reduce", unit, buffer, lambda: None)
-
-    def reduce_scatter(self, shard, buffer, unit):
-        shard.copy_(buffer.chunk(self.world_size)[self.rank])
-        return self.launch("reduce_scatter", unit, buffer, lambda: None)
-
-    def all_gather(self, buffer, shard, unit):
-        buffer.copy_(self.values[unit])
-        return self.launch("all_gather", unit, buffer, lambda: None)
-
-    def broadcast(self, buffer, unit):
-        self.values[unit] = buffer.clone()
-        return self.launch("broadcast", unit, buffer, lambda: None)
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_process_is_rank_5_of_8(stage):
     model = blocks()
     loss = model(torch.ones(2, 24)).square().mean().item()
-    zero = zeroify(model, torch.optim.AdamW(model.parameters()), stage, comm=Alone(5, 8, {}))
+    zero = zeroify(model, torch.optim.AdamW(model.parameters()), stage, comm=Alone(5, 8))
     assert not dist.is_initialized()
     first = model(torch.ones(2, 24)).square().mean()
     first.backward()
