@@ -49,24 +49,23 @@ def cost_table(
     world_size: int,
     compute_bytes: int,
     micro_batches: int,
-    held: dict[str, dict[str, int]],
+    memory: dict[str, dict[str, int]],
     calls: list[Call],
 ) -> str:
-    """Memory and communication: the paper's formulas beside what this run held and sent on rank 0.
+    """Memory and communication: the paper's formulas beside this run's numbers on rank 0.
 
-    psi: parameters. compute_bytes: 4 in fp32, 2 in bf16. held: place -> category -> bytes (`zero.memory(place)`) after
-    a step's last backward; a place other than the device has a column if something is there. calls: the ledger of one
-    step.
+    psi: parameters. compute_bytes: 4 in fp32, 2 in bf16. memory: place -> category -> bytes (`zero.memory(place)`)
+    after a step's last backward; a place other than the device has a column if it holds anything. calls: the ledger of
+    one step.
     """
-    places = [place for place in held if place == "device" or any(held[place].values())]
-    held_bytes = held["device"]
+    places = [place for place in memory if place == "device" or any(memory[place].values())]
     states = formulas.model_state_bytes(psi, world_size, stage, compute_bytes, accumulate=micro_batches > 1)
     rows = [
-        [category, readable(states.get(category, 0)), *(readable(held[place][category]) for place in places)]
-        for category in held_bytes
-        if category in states or any(held[place][category] for place in places)
+        [category, readable(states.get(category, 0)), *(readable(memory[place][category]) for place in places)]
+        for category in memory["device"]
+        if category in states or any(memory[place][category] for place in places)
     ]
-    totals = [readable(sum(held[place].values())) for place in places]
+    totals = [readable(sum(memory[place].values())) for place in places]
     rows.append(["together", readable(sum(states.values())), *totals])
     numel = formulas.wire_numel(psi, world_size, stage, micro_batches)
     sent_numel = sum(call.wire_numel(world_size) for call in calls)
