@@ -6,18 +6,18 @@
 
 A step, for each rank:
 
-    micro-batch 1    forward  backward      under no_sync() but for the last: stages 0 and 1 add up at home
+    micro-batch 1    forward  backward      all but the last under no_sync(): stages 0 and 1 then accumulate locally
     ...
     micro-batch k    forward  backward      gradients are means over ranks now
-    clip, update, next learning rate, forget the gradients
+    clip, update, next learning rate, zero_grad
 
-The host does not wait for the device inside a step (in fp16 once, to know whether to take it): losses and norms stay
-there and are read together, every `--log-every` steps. The result depends on the seed and the global batch, not (but
-for rounding) on the stage or on the number of ranks. What cannot be trained is refused in one line, with status 2,
-before any rank waits for another.
+The host does not wait for the device inside a step (except once in fp16, to learn whether gradients overflowed):
+losses and norms stay on the device and are read together, every `--log-every` steps. The result depends on the seed
+and the global batch; up to rounding it does not depend on the stage or the number of ranks. Options that cannot work
+end the job with one line and status 2, before any rank waits for another.
 
-With `--out DIR --save-every 100 --resume auto` a run can be left alone (trainer/resume.py): whatever ends it, it goes
-on from its last checkpoint, to the same bits if the number of ranks is the same.
+With `--out DIR --save-every 100 --resume auto` a run needs no attention (trainer/resume.py): after any interruption it
+resumes from its last checkpoint, to the same bits if the number of ranks is the same.
 
 Left out: evaluation while training.
 """
@@ -26,8 +26,8 @@ import sys
 from pathlib import Path
 
 if not __package__:
-    # A script has its own folder first on sys.path, where `import zero_mini` finds nothing, or another installed
-    # copy. What it needs is the folder around the package.
+    # A script has its own folder first on sys.path. There `import zero_mini` would fail, or import another installed
+    # copy: it needs the folder around the package.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import dataclasses
@@ -90,23 +90,23 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Job:
-    """What this rank is going to do, once every rank has said that it can."""
+    """The work of this rank, prepared before the roll call."""
 
     config: GPTConfig
     device: torch.device
     backend: str
     precision: str  # "fp32", "bf16" or "fp16"
     micro_batches: int
-    batches_from: Callable[[int], Iterator[list[text.Batch]]]  # a step on
+    batches_from: Callable[[int], Iterator[list[text.Batch]]]  # the batches after a step
     validation: list[text.Batch]
     validation_sequences: int
     prompt: torch.Tensor  # (1, PROMPT_TOKENS)
     weights: dict[str, torch.Tensor] | None
-    must_not_change: dict[str, object]  # where a run goes on
+    must_not_change: dict[str, object]  # when a run is resumed
 
 
 def prepare(options: Options, place: Place) -> Job:
-    """Everything that can go wrong on this rank alone; ValueError says what did."""
+    """Do every step that can fail on this rank alone. ValueError with the reason."""
     device, backend = find_device(options.device, options.backend, place)
     precision = find_precision(options.precision, device)
     changes = {"L": options.L, "d": options.d, "heads": options.heads, "T": options.sequence_length}
@@ -119,23 +119,23 @@ def prepare(options: Options, place: Place) -> Job:
     ranks, G = place.world_size, options.global_batch
     micro_batch = options.micro_batch or (G // ranks if G % ranks == 0 else 1)
     batches_from = partial(text.batches, training_text, config.T, G, place.rank, ranks, micro_batch, options.seed)
-    batches_from(0)  # says what is wrong
-    for flag, wanted, package in (
+    batches_from(0)  # raises if the batches do not fit the text
+    for flag, is_given, package in (
         ("--tensorboard", options.tensorboard, "tensorboard"),
         ("--export-gpt2", options.export_gpt2, "safetensors"),
         (f"--init-from {options.init_from}", str(options.init_from).endswith(".safetensors"), "safetensors"),
     ):
-        if wanted and importlib.util.find_spec(package) is None:
+        if is_given and importlib.util.find_spec(package) is None:
             raise ValueError(f'{flag} needs a package: pip install -e ".[{package}]"')
     sequences = min(VALIDATION_SEQUENCES, text.count_sequences(held_out, config.T, "the validation text"))
     validation = text.validation_batches(held_out, config.T, sequences, place.rank, ranks, micro_batch)
     weights = None
-    if place.rank == 0:  # it alone writes; and zeroify() gives every rank its values
+    if place.rank == 0:  # only rank 0 writes, and zeroify() broadcasts its values
         if options.init_from:
             weights = load_weights(Path(options.init_from), config)
         if options.out:
-            saved = 12 * (options.keep + 1) if options.save_every else 0  # fp32 master and two moments
-            check_folder(Path(options.out), (4 + saved) * parameter_count(config))
+            checkpoints = 12 * (options.keep + 1) if options.save_every else 0  # fp32 master and two moments
+            check_folder(Path(options.out), (4 + checkpoints) * parameter_count(config))
     return Job(
         config=config,
         device=device,
@@ -151,22 +151,22 @@ def prepare(options: Options, place: Place) -> Job:
     )
 
 
-def find_precision(wanted: str, device: torch.device) -> str:
-    """What to compute in. ValueError if the card only emulates bf16, which torch calls supported.
+def find_precision(precision: str, device: torch.device) -> str:
+    """The precision of the computation. ValueError if the card only emulates bf16, which torch calls supported.
 
     >>> find_precision("auto", torch.device("cpu")), find_precision("fp16", torch.device("cpu"))
     ('fp32', 'fp16')
     """
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    if wanted == "auto":
+    if precision == "auto":
         return "fp32" if device.type == "cpu" else "bf16" if has_bf16 else "fp16"
-    if wanted == "bf16" and device.type == "cuda" and not has_bf16:
+    if precision == "bf16" and device.type == "cuda" and not has_bf16:
         raise ValueError(f"{torch.cuda.get_device_name(device)} does not compute in bf16; use --precision fp16")
-    return wanted
+    return precision
 
 
 def lr_factor(step: int, warmup: int, steps: int) -> float:
-    """By what the highest learning rate is multiplied at `step`, from 0: a ramp, then a cosine to a tenth.
+    """The factor of the highest learning rate at `step`, counted from 0: a ramp, then a cosine to a tenth.
 
     >>> [round(lr_factor(step, warmup=2, steps=6), 2) for step in range(6)]
     [0.5, 1.0, 1.0, 0.87, 0.55, 0.23]
@@ -178,23 +178,23 @@ def lr_factor(step: int, warmup: int, steps: int) -> float:
 
 
 def train(options: Options, job: Job, place: Place) -> None:
-    """Build, go on where a run stopped, train, report. Collective."""
+    """Build, resume, train, report. Collective."""
     zero, scheduler = build(options, job, place)
-    speaks = place.rank == 0
-    if speaks:
+    is_rank_0 = place.rank == 0
+    if is_rank_0:
         print(fill(describe(options, job, place)), flush=True)
     torch.manual_seed(options.seed + place.rank)  # dropout
-    _, begun, extra, _ = go_on(options, zero, job.must_not_change)
+    _, start_step, extra, _ = go_on(options, zero, job.must_not_change)
     checkpoints = None
-    if options.out:  # locked before anything is written to it
+    if options.out:  # lock the folder before anything is written to it
         try:
-            checkpoints = Checkpoints(Path(options.out), zero, options.keep, begun, options.save_in_background)
+            checkpoints = Checkpoints(Path(options.out), zero, options.keep, start_step, options.save_in_background)
         except CheckpointError as error:
             raise Refusal(f"--out: {first_line(error)} (go on: --resume auto)") from error
     shape = dataclasses.asdict(job.config)
     config = {**dataclasses.asdict(options), "model_shape": shape, "world_size": place.world_size}
-    folder = Folder(Path(options.out) if options.out and speaks else None, config, begun, options.tensorboard)
-    if begun:
+    folder = Folder(Path(options.out) if options.out and is_rank_0 else None, config, start_step, options.tensorboard)
+    if start_step:
         scheduler.load_state_dict(extra["scheduler"])
         at_start = extra["at_start"]
     else:
@@ -202,28 +202,28 @@ def train(options: Options, job: Job, place: Place) -> None:
         folder.note(step=0, validation_loss=at_start)
     fixed = {"must_not_change": job.must_not_change, "at_start": at_start}
     saving = Saving(checkpoints if options.save_every else None, scheduler, fixed, options)
-    held, calls = fit(zero, scheduler, options, job, folder, begun, saving)
+    memory, calls = fit(zero, scheduler, options, job, folder, start_step, saving)
     at_end = validate(zero, job)
     folder.note(step=options.steps, validation_loss=at_end)
-    generator = torch.Generator().manual_seed(options.seed)  # ranks that draw alike write the same text
+    generator = torch.Generator().manual_seed(options.seed)  # the same on all ranks, as generate() requires
     sample = generate(zero.model, job.prompt, options.sample_length, temperature=0.8, generator=generator)[0].cpu()
-    if checkpoints:  # before anything is printed, which may fail
+    if checkpoints:  # save before printing, which may fail
         folder.save(zero.model, options.export_gpt2)
         checkpoints.close()
-    if speaks:
-        tell(options, job, zero, held, calls)
+    if is_rank_0:
+        print_costs(options, job, zero, memory, calls)
         print(f"\nvalidation loss: {at_start:.3f} at the start, {at_end:.3f} at the end")
         if options.sample_length:
-            opening, written = (printable(text.decode(part)) for part in sample.tensor_split([PROMPT_TOKENS]))
-            print(f"\nthe held-out text begins:\n{fill(opening)}\n\nthe model goes on:\n{fill(written)}")
+            opening, continuation = (printable(text.decode(part)) for part in sample.tensor_split([PROMPT_TOKENS]))
+            print(f"\nthe held-out text begins:\n{fill(opening)}\n\nthe model goes on:\n{fill(continuation)}")
 
 
 def build(options: Options, job: Job, place: Place) -> tuple[Script, torch.optim.lr_scheduler.LRScheduler]:
-    """Model and optimizer, as a handle at the stage that was asked for; the schedule. Collective."""
+    """The handle of model and optimizer at the stage of the options, and the schedule. Collective."""
     torch.manual_seed(options.seed)
-    if options.offload:  # the update runs on the CPU then, for which torchrun leaves a rank one thread
+    if options.offload:  # the update runs on the CPU, and torchrun sets one thread a rank
         torch.set_num_threads(max(1, os.cpu_count() // place.local_world_size))
-    with torch.device("meta"):  # no rank ever holds a whole model: zeroify() makes it unit by unit
+    with torch.device("meta"):  # no rank ever holds a whole model: zeroify() initialises it unit by unit
         model = GPT(job.config, options.loss_chunks)
     if options.checkpoint_activations:
         checkpoint_blocks(model, options.checkpoint_activations, options.keep_activations)
@@ -249,49 +249,56 @@ def build(options: Options, job: Job, place: Place) -> tuple[Script, torch.optim
 
 
 def fit(
-    zero: Script, scheduler, options: Options, job: Job, folder: Folder, begun: int = 0, saving: Saving | None = None
+    zero: Script,
+    scheduler,
+    options: Options,
+    job: Job,
+    folder: Folder,
+    start_step: int = 0,
+    saving: Saving | None = None,
 ) -> tuple[dict[str, dict], list[Call]]:
-    """The loop after step `begun`. What this rank held (place -> category -> bytes) and sent in the last step."""
-    held, batches = {}, job.batches_from(begun)
+    """The loop after `start_step`; this rank's memory (place -> category -> bytes) and calls in the last step."""
+    memory, batches = {}, job.batches_from(start_step)
     recent = []  # (loss, norm) of each step since the last reading, on the device; None for a skipped one
     since = time.perf_counter()
     has_bar = zero.rank == 0 and sys.stderr.isatty()
-    with tqdm(total=options.steps, initial=begun, disable=not has_bar, unit="step") as bar, saving or nullcontext():
-        for step in range(begun + 1, options.steps + 1):
-            reading = step % options.log_every == 0 or step == options.steps
+    bar = tqdm(total=options.steps, initial=start_step, disable=not has_bar, unit="step")
+    with bar, saving or nullcontext():
+        for step in range(start_step + 1, options.steps + 1):
+            is_logged = step % options.log_every == 0 or step == options.steps
             loss = accumulate(zero, next(batches), job.device)
-            if reading:
-                # Now, as the paper counts: clipping copies 16-bit gradients to fp32.
-                held = {place: zero.memory(place) for place in zero.update.places}
+            if is_logged:
+                # The paper counts before the step. (Clipping copies 16-bit gradients to fp32.)
+                memory = {place: zero.memory(place) for place in zero.update.places}
             norm = zero.clip_grad_norm_(options.clip)
             lr = scheduler.get_last_lr()[0]
             zero.optimizer.step()
-            if zero.stepped:  # always, but in fp16
+            if zero.stepped:  # False only in fp16, after an overflow
                 scheduler.step()
             zero.optimizer.zero_grad()
             recent.append(torch.stack([loss, norm]) if zero.stepped else None)
             bar.update()
-            if reading:
+            if is_logged:
                 loss, norm = read(recent, step, zero, options)
                 now = time.perf_counter()
                 speed = len(recent) * options.global_batch * job.config.T / (now - since)
                 recent, since = [], now
-                most_bytes = sum(held["device"].values())
-                if job.device.type == "cuda":  # torch counts what the CPU allocates nowhere
+                most_bytes = sum(memory["device"].values())
+                if job.device.type == "cuda":  # torch counts allocations on CUDA only
                     most_bytes = torch.cuda.max_memory_allocated(job.device)
-                learnt = {} if math.isnan(loss) else {"loss": loss, "grad_norm": norm}
-                said = f"loss {loss:.3f}" if learnt else "all steps skipped"
-                bar.set_postfix_str(said)
+                results = {} if math.isnan(loss) else {"loss": loss, "grad_norm": norm}
+                status = f"loss {loss:.3f}" if results else "all steps skipped"
+                bar.set_postfix_str(status)
                 if zero.rank == 0 and not has_bar:
                     costs = f"{readable(speed, '')} tokens/s, {readable(most_bytes)} held by rank 0"
-                    print(f"step {step}/{options.steps}: {said}, {costs}", flush=True)
+                    print(f"step {step}/{options.steps}: {status}, {costs}", flush=True)
                 costs = {"memory_bytes": most_bytes, "wire_bytes": sent_bytes(zero.ledger, zero.world_size)}
                 if zero.scaler is not None:
                     costs |= {"loss_scale": zero.scaler.scale, "skipped": zero.scaler.skipped}
-                folder.note(step=step, lr=lr, tokens_per_s=speed, **learnt, **costs)
+                folder.note(step=step, lr=lr, tokens_per_s=speed, **results, **costs)
             if saving:
                 saving.after_step(zero, step, partial(read, recent, step, zero, options))
-    return held, zero.ledger
+    return memory, zero.ledger
 
 
 def accumulate(zero: Script, micro_batches: list[text.Batch], device: torch.device) -> torch.Tensor:
@@ -307,14 +314,14 @@ def accumulate(zero: Script, micro_batches: list[text.Batch], device: torch.devi
 
 
 def to(device: torch.device, tokens: torch.Tensor) -> torch.Tensor:
-    """Copy without waiting: from pageable memory CUDA would first finish what it has been given."""
+    """Copy to the device without waiting. (From pageable memory CUDA would first finish its queue.)"""
     return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
 
 
 def read(recent: list[torch.Tensor | None], step: int, zero: Script, options: Options) -> tuple[float, float]:
-    """The last taken step's loss, mean over ranks, and norm; NaN if all were skipped. Here the host waits.
+    """The loss, mean over ranks, and norm of the last step that was not skipped; NaN if all were. The host waits here.
 
-    Refusal, on every rank, if any rank's loss or norm was not finite in one of the steps up to `step` that was taken.
+    Refusal, on every rank, if any rank's loss or norm was not finite in a step up to `step` that was not skipped.
     """
     taken = [(number, pair) for number, pair in enumerate(recent, step - len(recent) + 1) if pair is not None]
     if not taken:  # on all ranks alike
@@ -331,16 +338,16 @@ def read(recent: list[torch.Tensor | None], step: int, zero: Script, options: Op
 
 @torch.no_grad()
 def validate(zero: Script, job: Job) -> float:
-    """Mean loss over the validation sequences, of which each rank computes its share. Collective."""
+    """Mean loss over the validation sequences; each rank computes its share. Collective."""
     zero.model.eval()
     total = sum(zero.model(to(job.device, x), to(job.device, y)).item() * len(x) for x, y in job.validation)
     zero.model.train()
-    zero.comm.ledger.end_step()  # what stage 3 gathered here is no part of a training step's ledger
+    zero.comm.ledger.end_step()  # the gathers of stage 3 above are no part of a training step's ledger
     return sum(zero.comm.host.gather(total)) / job.validation_sequences
 
 
 def describe(options: Options, job: Job, place: Place) -> str:
-    """One line on what is about to be trained, and a hint if one rank trains alone."""
+    """Two lines on model and step, and a hint if there is one rank only."""
     N, k, shape = place.world_size, job.micro_batches, job.config
     lines = [
         f"GPT of {readable(parameter_count(shape), '')} parameters (L={shape.L} d={shape.d} heads={shape.heads}), "
@@ -356,12 +363,12 @@ def describe(options: Options, job: Job, place: Place) -> str:
     return "\n".join(lines)
 
 
-def tell(options: Options, job: Job, zero: Script, held: dict[str, dict], calls: list[Call]) -> None:
-    """What the run held and sent, as `fit` returned it, beside what the paper says; and what else cost memory."""
-    if held:  # there was a step
+def print_costs(options: Options, job: Job, zero: Script, memory: dict[str, dict], calls: list[Call]) -> None:
+    """Print memory and communication, as `fit` returned them, beside the paper's; and other costs of memory."""
+    if memory:  # there was a step
         psi, itemsize = parameter_count(job.config), DTYPES[job.precision].itemsize
         print()
-        print(cost_table(psi, options.stage, zero.world_size, itemsize, job.micro_batches, held, calls))
+        print(cost_table(psi, options.stage, zero.world_size, itemsize, job.micro_batches, memory, calls))
         if options.stage == 3:
             print(fill(ABOUT_SLOTS))
     if options.offload:
@@ -400,12 +407,12 @@ def run(argv: list[str]) -> None:
         start_and_train(options, job, place, store, time_out)
     except Refusal as refusal:
         leave(refusal, place, store, os.environ)
-    except KeyboardInterrupt:  # before the first step, or after the last
+    except KeyboardInterrupt:  # before the first step or after the last; in between Saving receives the signal
         leave(OwnRefusal("ended by Ctrl-C"), place, store, os.environ)
 
 
 def start_and_train(options: Options, job: Job, place: Place, store: dist.Store, time_out: timedelta) -> None:
-    """Between the first collective and the last; OwnRefusal if another rank died or is late, or memory is short."""
+    """Everything from the first collective on. OwnRefusal if another rank died or is late, or memory is short."""
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)
     dist.init_process_group(job.backend, store=store, rank=place.rank, world_size=place.world_size, timeout=time_out)
@@ -427,7 +434,7 @@ def start_and_train(options: Options, job: Job, place: Place, store: dist.Store,
             raise OwnRefusal(f"rank {place.rank}: {why}; lower --micro-batch, or raise --stage") from error
         if isinstance(error, LostRank):
             raise OwnRefusal(first_line(error)) from error
-        if isinstance(error, dist.DistError) or "gloo" in why:  # which has no exception of its own
+        if isinstance(error, dist.DistError) or "gloo" in why:  # gloo has no exception of its own
             late = f"another rank has died, or is more than {options.time_out:g} s late"
             raise OwnRefusal(f"rank {place.rank}: {late} ({why})") from error
         raise

@@ -5,24 +5,26 @@ Source: Chen et al., arXiv 1604.06174; arXiv 1910.02054, section 3.2 (activation
     activations, L equal blocks   L inputs + one block, in place of L blocks
     FLOPs                         at most a third more: forward is run twice
 
-    forward    x0 [block] x1 [block] x2 [block]     an operation saves a tensor: the graph gets a `Saved`, empty
-    backward                        x2 [block] <-   the first `Saved` that is asked for runs the block again,
-                         x1 [block] <-              which fills all of them; each is emptied as it is used
+    forward    x0 [block] x1 [block] x2 [block]     an operation saves a tensor: the graph stores an empty `Saved`
+    backward                        x2 [block] <-   the first `Saved` that is used runs the block again,
+                         x1 [block] <-              which fills all of them; each is emptied when it is used
                x0 [block] <-
 
-The graph stays the one that forward built; only what its nodes saved is replaced. So the gradients of parameters,
-`torch.autograd.grad`, hooks on tensors, retain_graph, create_graph and outputs of any structure work as without
-checkpointing. The other design, a backward inside the backward, needs a dummy input where only parameters require a
-gradient, cannot serve `autograd.grad`, and brings a gradient in two parts if a parameter is used in two checkpoints.
+The graph is the one that forward built; only the tensors that its nodes saved are replaced. So the gradients of
+parameters, `torch.autograd.grad`, hooks on tensors, retain_graph, create_graph and outputs of any structure work as
+without checkpointing. The other design, a backward inside the backward, needs a dummy input where only parameters
+require a gradient, does not support `autograd.grad`, and delivers a gradient in two parts if two checkpoints use a
+parameter.
 
-The second run meets what the first one met: random states (CPU, and each CUDA device of the inputs and the current
+The second run starts from the state of the first: random states (CPU, the CUDA devices of the inputs and the current
 one), autocast, the inputs. It stops at the last tensor that was saved: in a transformer's block without dropout
-that leaves out the last matrix product. What differs all the same raises, as far as what was saved can show it.
+that leaves out the last matrix product. A second run whose saved tensors differ in number, shape, dtype or device
+raises an error.
 
-Under ZeRO, `checkpoint_blocks` wraps a block's `forward`, inside the hooks of its unit: to a stage the second run is a
-part of the unit's backward, so every stage launches the collectives that it launches without checkpointing, in the
-same order. A `checkpoint` around whole modules runs their hooks again: around one unit or two stage 3 gathers nothing
-more, two slots hold them; around more it gathers each of them at most once more.
+Under ZeRO, `checkpoint_blocks` wraps a block's `forward`, inside the hooks of its unit. To a stage the second run is a
+part of the unit's backward, so every stage launches the same collectives as without checkpointing, in the same order.
+A `checkpoint` around whole modules runs their hooks again: around one unit or two, stage 3 gathers nothing more,
+because they fit its two slots; around more it gathers each of them at most once more.
 
 Left out: states of other random generators, tensors inside arguments that are objects, functions whose backward
 runs on several GPUs at once, torch.compile around a checkpoint (inside one it works).
@@ -46,15 +48,15 @@ from zero_mini.memory.fragmentation import Arena
 
 
 def checkpoint(function: Callable, *args: Any, host: HostMemory | Arena | None = None, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, whose activations are not kept but computed again in backward.
+    """Call `function(*args, **kwargs)`; its activations are not kept but computed again in backward.
 
     Values and gradients are those of a plain call, to the bit. Tensors may be nested in tuples, lists and dicts, in
     arguments and results alike. With `host`, inputs that the graph computed wait there (HostMemory, Arena). The
-    function must do the same when it is run again; without gradients (no_grad) it is simply called. An argument of
-    the function's own that is called `host` can be bound by functools.partial.
+    function must do the same when it is run again; without gradients (no_grad) it is simply called. If the function
+    itself has an argument named `host`, bind it by functools.partial.
 
     RuntimeError if an input is changed in place before its use in backward, by the function or later, or if the
-    second run saves other tensors than the first; torch's own for a second backward without retain_graph.
+    second run saves other tensors than the first; torch's own error for a second backward without retain_graph.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -70,7 +72,7 @@ def checkpoint_blocks(
 ) -> list[nn.Module]:
     """Checkpoint blocks 0, `every`, 2 `every`, ... of the model from now on; returns these blocks.
 
-    model   a model, of which the repeated blocks are taken (units.find_blocks), or the blocks in order.
+    model   a model, whose repeated blocks are found (units.find_blocks), or the blocks in order.
     keep    where their inputs wait for backward: "device", "host" (on_host.py), or an Arena
             (memory/fragmentation.py).
 
@@ -98,7 +100,7 @@ class Saved:
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.storage, self.version = weakref.ref(tensor.untyped_storage()), tensor._version
-        self.tensor: Tensor | None = None  # between the second run and its use
+        self.tensor: Tensor | None = None  # set by the second run, removed by its use
 
     def fill(self, tensor: Tensor, number: int, total: int) -> Tensor:
         """Take the tensor of the second run; returns it without its graph."""
@@ -118,7 +120,7 @@ class Saved:
         return self.tensor
 
     def take(self) -> Tensor:
-        """The tensor, which from now on only its user keeps alive."""
+        """Return the tensor and drop this reference to it."""
         tensor, self.tensor = self.tensor, None
         if tensor._version != self.version:
             raise RuntimeError(
@@ -129,7 +131,7 @@ class Saved:
 
 
 class LastOneSaved(BaseException):
-    """Ends the second run: nobody needs what would follow. Not for the function to catch."""
+    """Ends the second run after the last tensor that backward needs. The function must not catch it."""
 
 
 class CheckpointedCall:
@@ -137,7 +139,7 @@ class CheckpointedCall:
 
     def __init__(self, function: Callable, inputs: "Inputs") -> None:
         self.function, self.inputs, self.conditions = function, inputs, Conditions(inputs.devices)
-        self.saved: list[weakref.ref[Saved]] = []  # in order; the graph lets go of those it has used
+        self.saved: list[weakref.ref[Saved]] = []  # in order; the graph frees each one after its use
 
     def pack(self, tensor: Tensor) -> tuple["CheckpointedCall", Saved]:
         saved = Saved(tensor)
@@ -152,12 +154,12 @@ class CheckpointedCall:
         return saved.take()
 
     def run_again(self) -> None:
-        """Fill every `Saved` that is still waited for."""
+        """Fill every `Saved` that the graph still holds."""
         numbers, total = itertools.count(1), len(self.saved)
 
         def fill(tensor: Tensor) -> Tensor:
             number = next(numbers)
-            saved = self.saved[number - 1]() or Saved(tensor)  # nobody waits for it
+            saved = self.saved[number - 1]() or Saved(tensor)  # a new one if the graph has freed it
             tensor = saved.fill(tensor, number, total)
             if number == total:
                 raise LastOneSaved
@@ -181,12 +183,12 @@ class Inputs:
 
     def __init__(self, args: tuple, kwargs: dict, host: HostMemory | Arena | None) -> None:
         self.leaves, self.tree = tree_flatten((args, kwargs))
-        # Tensors of inference mode can be neither saved nor followed: they stay in `leaves`, as numbers and strings do.
+        # Tensors of inference mode can be neither saved nor tracked: they stay in `leaves`, as numbers and strings do.
         is_kept = [isinstance(leaf, Tensor) and not leaf.is_inference() for leaf in self.leaves]
         tensors = {index: leaf for index, leaf in enumerate(self.leaves) if is_kept[index]}
         self.devices = {tensor.device for tensor in tensors.values()}
         self.versions = [(weakref.ref(tensor), tensor._version) for tensor in tensors.values()]
-        # What the graph did not compute (weights, token ids, masks) stays alive, and where it is, with its maker.
+        # Tensors that the graph did not compute (weights, token ids, masks) stay: their owner keeps them alive anyway.
         leaving = {index: tensor for index, tensor in tensors.items() if host and tensor.grad_fn is not None}
         staying = {index: tensor for index, tensor in tensors.items() if index not in leaving}
         for index in tensors:
@@ -196,7 +198,7 @@ class Inputs:
         self.host, self.parcel = host, host.put(list(leaving.values())) if leaving else None
 
     def check_unchanged(self) -> None:
-        """RuntimeError if one of the tensors has been written to; what is no longer alive cannot have been."""
+        """RuntimeError if one of the tensors has been written to. A freed one cannot have been."""
         for number, (reference, version) in enumerate(self.versions):
             tensor = reference()
             if tensor is not None and tensor._version != version:
@@ -216,20 +218,20 @@ class Inputs:
 
 
 class Keep(torch.autograd.Function):
-    """A node beside the graph that saves tensors, so that a checkpoint around this one replaces these as well."""
+    """A node beside the graph that saves tensors, so that an enclosing checkpoint replaces these as well."""
 
     @staticmethod
-    def forward(ctx, nothing: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx, empty: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
-        return nothing.clone()
+        return empty.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        """Never called: the result is used by nobody."""
+        """Never called: the result is not used."""
 
 
 class Conditions:
-    """What a run depends on beside its arguments: random states, and autocast."""
+    """What a run depends on besides its arguments: random states and autocast."""
 
     def __init__(self, devices: set[torch.device]) -> None:
         gpus = {device.index for device in devices if device.type == "cuda"}
@@ -243,7 +245,7 @@ class Conditions:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Restore them; afterwards, what was there before."""
+        """Within, the saved conditions apply; afterwards, those from before."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(list(self.gpus)))
             for state in self.autocast:

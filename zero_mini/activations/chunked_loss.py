@@ -11,10 +11,10 @@ the exponentials, and once more as their gradient.
     backward                       logits again -> gradients, freed; then the one before
 
 Each chunk is a checkpoint (checkpointing.py): its logits are not kept, but computed again. A token's logits do not
-depend on the others', so the gradient of x is that of the whole, but for the last bit where n is no power of two.
+depend on other tokens, so the gradient of x is that of the whole, but for the last bit where n is no power of two.
 The gradient of `weight` is a sum over tokens, and is added up in another order.
 
-Left out: the gradient computed along with the loss in forward, which saves the second product and needs its own
+Left out: computing the gradient along with the loss in forward, which saves the second product and needs its own
 backward.
 """
 
@@ -35,10 +35,10 @@ def cross_entropy_in_chunks(x: Tensor, weight: Tensor, targets: Tensor, chunks: 
     if chunks == 1:
         return cross_entropy(x, weight, targets, "mean")
     parts = zip(x.chunk(chunks), targets.chunk(chunks))
-    sums = [checkpoint(cross_entropy, part, weight, those, "sum") for part, those in parts]
+    sums = [checkpoint(cross_entropy, x_part, weight, y_part, "sum") for x_part, y_part in parts]
     return sum(sums[1:], sums[0]) / len(targets)
 
 
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    """Of all tokens at once. bf16 keeps 8 bits: a sum over 50304 exponentials needs more."""
+    """Cross entropy of all tokens at once, in fp32: bf16 has 8 bits, too few for a sum over 50304 exponentials."""
     return F.cross_entropy(F.linear(x, weight).float(), targets, reduction=reduction)

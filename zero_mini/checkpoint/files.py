@@ -1,14 +1,14 @@
-"""A checkpoint on the disk: files of which every bit is vouched for, in a folder that appears all at once.
+"""A checkpoint on the disk: files with checksums, in a folder that appears by one rename.
 
     FOLDER/step-20.tmp/rank-0.pt, rank-1.pt    written, fsynced
     FOLDER/step-20.tmp/manifest.json           their sizes and sha256, and its own; fsynced, and so is the folder
     FOLDER/step-20                             one rename; fsynced
-    FOLDER/step-10                             dropped: first it is renamed to .tmp, to be no checkpoint any more
+    FOLDER/step-10                             dropped: renamed to .tmp, so no checkpoint any more, then deleted
 
-Nothing here knows of ranks but their number: one rank calls `commit` and `prune`, when all have called `write`.
+This file uses no collectives: one rank calls `commit` and `prune` after all have called `write`.
 
-torch.load alone returns wrong numbers for most flipped bits. torch.distributed.checkpoint would not do either: it keeps
-no hashes, its metadata is a pickle, and a save that fails half-way leaves something that loads.
+torch.load alone returns wrong numbers for most flipped bits. torch.distributed.checkpoint does not detect them either:
+it keeps no hashes, its metadata is a pickle, and a save that fails half-way leaves something that loads.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ REPAIR = "bring the whole folder back from a copy, or load another one"
 
 
 class Hashed(io.BufferedWriter):
-    """A file that is hashed as it is written: what was meant, not what arrived."""
+    """A file that hashes the bytes it is given, not those that the disk stores."""
 
     def __init__(self, path: Path):
         super().__init__(io.FileIO(path, "x"))
@@ -41,12 +41,12 @@ class Hashed(io.BufferedWriter):
         try:
             return super().write(data)
         except OSError as error:
-            self.problem = error  # torch.save raises something else
+            self.problem = error  # torch.save replaces it by an error of its own
             raise
 
 
 def write(path: Path, content: dict) -> dict:
-    """A new file that is on the disk when this returns: its name, size and hash. OSError, as the system says it."""
+    """Write a new file, which is on the disk when this returns: its name, size and hash. OSError from the system."""
     file = Hashed(path)
     try:
         with file:
@@ -67,38 +67,38 @@ def write(path: Path, content: dict) -> dict:
 
 
 def commit(manifest: dict, unfinished: Path, final: Path) -> None:
-    """All ranks' files are on the disk: vouch for them, and let the folder be found."""
-    for told in manifest["files"]:
-        if not (unfinished / told["name"]).is_file():
-            raise ValueError(f"rank 0 does not see {unfinished / told['name']}: choose a folder that all ranks share")
+    """All ranks' files are on the disk: write the manifest, and give the folder its name."""
+    for entry in manifest["files"]:
+        if not (unfinished / entry["name"]).is_file():
+            raise ValueError(f"rank 0 does not see {unfinished / entry['name']}: choose a folder that all ranks share")
     with (unfinished / MANIFEST).open("xb") as file:
         file.write(seal(json.dumps(manifest, indent=1).encode().removesuffix(b"\n}")))
         file.flush()
         os.fsync(file.fileno())
     sync_folder(unfinished)
-    if final.exists():  # damaged, or it would have been gone on from
+    if final.exists():  # it is damaged: the run would have resumed from a whole one
         shutil.rmtree(final)
     os.rename(unfinished, final)
     sync_folder(final.parent)
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Drop what is older than the last `keep` that are complete."""
-    kept = 0
+    """Delete checkpoints older than the last `keep` complete ones."""
+    complete = 0
     for path in checkpoints(folder):
-        if kept == keep:
-            doomed = path.with_name(f"{path.name}.tmp")  # in one step no checkpoint any more
-            os.rename(path, doomed)
-            shutil.rmtree(doomed)
+        if complete == keep:
+            old = path.with_name(f"{path.name}.tmp")  # the rename is atomic: no half-deleted checkpoint is ever found
+            os.rename(path, old)
+            shutil.rmtree(old)
         elif problem_of(path, hashing=False) is None:
-            kept += 1
+            complete += 1
 
 
 # --- from the disk ----------------------------------------------------------------------------
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The newest first, whole or not; no unfinished ones."""
+    """Folders of checkpoints, the newest first, whole or damaged; unfinished ones (.tmp) are not listed."""
     return sorted((path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)), key=step_of)[::-1]
 
 
@@ -120,9 +120,9 @@ def problem_of(path: Path, hashing: bool = True) -> str | None:
 
 
 def examine(path: Path, rank: int = 0, world_size: int = 1, hashing: bool = True) -> dict:
-    """The manifest of a checkpoint whose files are all as they were written. Of N ranks each hashes a share.
+    """The manifest of a checkpoint, if all its files are as they were written. Each of N ranks hashes a share.
 
-    ValueError says what is not.
+    ValueError names the first difference.
     """
     if not (path / MANIFEST).is_file():
         raise ValueError(f"{path} is no checkpoint: {MANIFEST} is missing; {REPAIR}")
@@ -136,19 +136,19 @@ def examine(path: Path, rank: int = 0, world_size: int = 1, hashing: bool = True
             f"{path} has format {manifest['format']}, this version of zero_mini reads {FORMAT}: "
             "load it with the version that wrote it"
         )
-    for index, told in enumerate(manifest["files"]):
-        file = path / told["name"]
+    for index, entry in enumerate(manifest["files"]):
+        file = path / entry["name"]
         if not file.is_file():
             raise ValueError(f"{file} is missing; {REPAIR}")
-        if (size := file.stat().st_size) != told["bytes"]:
-            raise ValueError(f"{file} has {size} bytes, the manifest says {told['bytes']}; {REPAIR}")
-        if hashing and index % world_size == rank and (digest := sha256(file)) != told["sha256"]:
-            raise ValueError(f"{file} has sha256 {digest:.8}..., the manifest says {told['sha256']:.8}...; {REPAIR}")
+        if (size := file.stat().st_size) != entry["bytes"]:
+            raise ValueError(f"{file} has {size} bytes, the manifest says {entry['bytes']}; {REPAIR}")
+        if hashing and index % world_size == rank and (digest := sha256(file)) != entry["sha256"]:
+            raise ValueError(f"{file} has sha256 {digest:.8}..., the manifest says {entry['sha256']:.8}...; {REPAIR}")
     return manifest
 
 
 def sha256(path: Path) -> str:
-    """Of all bytes of a file."""
+    """The hash of all bytes of a file."""
     digest, chunk = hashlib.sha256(), bytearray(CHUNK)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(chunk):
@@ -157,12 +157,12 @@ def sha256(path: Path) -> str:
 
 
 def seal(body: bytes) -> bytes:
-    """JSON without its last brace -> all of it, its own sha256 being the last entry: no bit can change unnoticed."""
+    """JSON without its last brace -> the whole JSON with its own sha256 as last entry, which shows any changed bit."""
     return body + b',\n "sha256": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode()
 
 
 def sync_folder(folder: Path) -> None:
-    """Names of files are on the disk when this returns."""
+    """The folder's file names are on the disk when this returns."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

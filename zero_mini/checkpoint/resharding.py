@@ -3,12 +3,12 @@
     weight, 10 elements     0 1 2 3 4 5 | 6 7 8 9        slices of N = 2
                             0 1 2 | 3 4 5 6 | 7 8 9      slices of M = 3: rank 1 reads 3 4 5 here and 6 there
 
-A rank gives what lies in its slice of each unit, without padding, also at stage 0, where it holds more. So what is
-stored depends neither on the stage nor on ALIGN, and may be loaded into other units. Offsets count in the order of
-the parameter's memory, which its description tells where it is not the usual one.
+A rank stores the elements in its slice of each unit, without padding, also at stage 0, where it holds more. So the
+files depend neither on the stage nor on ALIGN, and can be loaded into other units. Offsets count in the order of the
+parameter's memory; its description has the strides where they are not the usual ones.
 
     parts      NAME -> {"offset": in the parameter, "master": values, "states": {KEY: the same part of a momentum, say}}
-    numbers    NAME -> KEY -> what the optimizer keeps for all elements at once: Adam's step, a 0-dim tensor
+    numbers    NAME -> KEY -> an optimizer state that is one number for all elements: Adam's step, a 0-dim tensor
     buffers    NAME -> values, whole, from rank 0
 
 Left out: gradients (nothing is saved between backward and step).
@@ -27,7 +27,7 @@ from zero_mini.script import Script
 
 @dataclass(frozen=True)
 class Part:
-    """What lies of a parameter in a range of its unit's buffer."""
+    """The part of a parameter that lies in a range of its unit's buffer."""
 
     index: int  # of the parameter in its unit
     name: str
@@ -37,7 +37,7 @@ class Part:
 
 
 def parts(unit: Unit, begin: int, end: int) -> Iterator[Part]:
-    """What lies in buffer[begin:end], without padding."""
+    """The parts of parameters in buffer[begin:end], without padding."""
     for index, (name, shape, start) in enumerate(zip(unit.names, unit.shapes, unit.offsets)):
         low, high = max(start, begin), min(start + shape.numel(), end)
         if low < high:
@@ -45,7 +45,7 @@ def parts(unit: Unit, begin: int, end: int) -> Iterator[Part]:
 
 
 def held_pieces(unit: Unit) -> Iterator[tuple[Run, int, torch.Tensor]]:
-    """(run, begin, piece) of each piece that the optimizer has of the buffer; a frozen unit has none."""
+    """(run, begin, piece) of each of the unit's pieces in the optimizer; a frozen unit has none."""
     for run, (_, piece) in zip(unit.runs[unit.master.numel()], unit.pieces):
         yield run, unit.start_of(unit.master) + run.low, piece
 
@@ -60,8 +60,8 @@ def persistent_buffers(zero: Script) -> dict[str, torch.Tensor]:
 
 
 def describe(zero: Script) -> dict[str, str]:
-    """What two models have in common if one can go on where the other stopped: name -> words."""
-    told = {
+    """What must match between a checkpoint and a model: name -> words."""
+    description = {
         "the optimizer": type(zero.optimizer).__name__,
         "the number of param groups": str(len(zero.optimizer.param_groups)),
     }
@@ -69,26 +69,26 @@ def describe(zero: Script) -> dict[str, str]:
         for name, shape, stride, group in zip(unit.names, unit.shapes, unit.strides, unit.groups):
             usual = stride == torch.empty(shape, device="meta").stride()
             words = [str(tuple(shape)), str(unit.master.dtype), f"group {group}" if unit.trainable else "frozen"]
-            told[name] = ", ".join(words + [f"strides {stride}"] * (not usual))
+            description[name] = ", ".join(words + [f"strides {stride}"] * (not usual))
     for name, buffer in persistent_buffers(zero).items():
-        told[name] = f"{tuple(buffer.shape)}, {buffer.dtype}, buffer"
-    return told
+        description[name] = f"{tuple(buffer.shape)}, {buffer.dtype}, buffer"
+    return description
 
 
 # --- out of the slices ------------------------------------------------------------------------
 
 
 def copy_of(value: object) -> object:
-    """On the CPU, in memory of its own: the next step changes nothing in it."""
+    """A copy on the CPU, which the next step does not change."""
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def take_out(zero: Script) -> dict[str, dict]:
-    """Copies of what this rank has to give: {"parts": ..., "numbers": ..., "buffers": ...}."""
+    """Copies of what this rank stores: {"parts": ..., "numbers": ..., "buffers": ...}."""
     stored, numbers = {}, {}
     for unit in zero.units:
         with zero.update.in_memory(unit):
-            here = {run.first for run in unit.runs[unit.S]}  # whose parameters, or padding, this rank has to give
+            here = {run.first for run in unit.runs[unit.S]}  # runs with parameters, or padding, in this rank's slice
             pieces = {
                 index: (begin, piece)
                 for run, begin, piece in held_pieces(unit)
@@ -105,7 +105,7 @@ def take_out(zero: Script) -> dict[str, dict]:
                 start = unit.start_of(unit.master)
                 master = copy_of(unit.master[part.low - start : part.high - start])
                 stored[part.name] = {"offset": part.offset, "master": master, "states": states}
-            for index, name in enumerate(unit.names):  # a parameter of no elements counts its steps too
+            for index, name in enumerate(unit.names):  # all of them: an empty parameter has a step count too
                 _, piece = pieces.get(index, (0, None))
                 for key, value in zero.optimizer.state.get(piece, {}).items():
                     if not is_elementwise(value, piece):
@@ -118,7 +118,7 @@ def take_out(zero: Script) -> dict[str, dict]:
 
 
 class Stored:
-    """What all ranks gave, as `take_out` returned it."""
+    """The content of all ranks' files, each as `take_out` returned it."""
 
     def __init__(self, files: list[dict]):
         self.parts: dict[str, list[dict]] = {}
@@ -132,7 +132,7 @@ class Stored:
         self.buffers = files[0]["buffers"]
 
     def fill(self, target: torch.Tensor, unit: Unit, begin: int, key: str | None = None) -> None:
-        """target (n) <- what belongs into buffer[begin:][:n]: master copies, or states of a key; zero in the gaps."""
+        """target (n) <- the values of buffer[begin:][:n]: master copies, or states of a key; zero in the gaps."""
         target.zero_()
         for part in parts(unit, begin, begin + target.numel()):
             missing = part.high - part.low
@@ -147,10 +147,10 @@ class Stored:
                 raise ValueError(f"{missing} elements of {part.name} lie in no file of the checkpoint")
 
     def state_of(self, piece: torch.Tensor, unit: Unit, begin: int, run: Run, old: dict) -> dict:
-        """The optimizer's state of a piece that begins there. Memory of the `old` state is used again if it fits."""
+        """The optimizer's state of a piece that begins at `begin`; reuses the memory of the `old` state if it fits."""
         names = unit.names[run.first : run.after]
         if not any(shape.numel() for shape in unit.shapes[run.first : run.after]):
-            names = unit.names  # all of it is padding: it counts its steps as the others do
+            names = unit.names  # the piece is all padding: it takes the step count of the others
         known = next((name for name in names if self.steps_of(name)), names[0])
         state = {}
         for key, dtype in {key: dtype for name in names for key, dtype in self.dtypes.get(name, {}).items()}.items():
@@ -161,13 +161,13 @@ class Stored:
         return state | self.numbers.get(known, {})
 
     def steps_of(self, name: str) -> object:
-        """What the parameters of a piece have in common: the optimizer's numbers, or whether it has a state."""
+        """What the parameters of a piece must share: the optimizer's numbers, or whether there is a state."""
         return self.numbers.get(name) or bool(self.dtypes.get(name))
 
 
 @torch.no_grad()
 def put_in(zero: Script, stored: Stored) -> None:
-    """Make it the model's and the optimizer's, in place, wherever they live. Collective."""
+    """Load it into the model and the optimizer, in place, on whatever device they are. Collective."""
     zero.zero_grad()
     for unit in zero.units:
         if unit.trainable:
@@ -183,4 +183,4 @@ def put_in(zero: Script, stored: Stored) -> None:
         zero.publish(unit)
     for name, buffer in persistent_buffers(zero).items():
         buffer.copy_(stored.buffers[name])
-    zero.comm.ledger.end_step()  # what was gathered here is no part of a training step's ledger
+    zero.comm.ledger.end_step()  # the gathers above are no part of a training step's ledger

@@ -1,9 +1,9 @@
 """The benchmark, in reading order.
 
-benchmark.py  the command, and what was tried to be fast
-works.py      what is trained
-systems.py    by whom: this package's stages, torch's DDP and FSDP2, DeepSpeed
-ablations.py  stage 3 with one decision taken otherwise
-measure.py    what one rank does for one row, and brings back
+benchmark.py  the command, and the record of optimizations that were tried
+works.py      the models and batches to train
+systems.py    the systems that train them: this package's stages, torch's DDP and FSDP2, DeepSpeed
+ablations.py  stage 3 with one decision changed
+measure.py    the measurements of one rank for one row
 scores.py     gate, floor and table
 """

@@ -1,16 +1,16 @@
-"""Stage 3 with one decision taken otherwise, to measure what the decision is worth.
+"""Stage 3 with one decision changed, to measure the effect of that decision.
 
-    no prefetch          a unit is gathered when its turn begins, and computing waits for it
-    storage resize       each unit has a buffer of its own, whose memory is given back out of turn, as FSDP2 does;
-                         zero3.py has two slots that are never given back
-    gathers as kernels   gathers take multiprocessors, like reductions, and queue with them
+    no prefetch          a unit is gathered when its turn begins, and the computation waits for the gather
+    storage resize       each unit has a buffer of its own, whose memory is freed outside of its turn, as in FSDP2;
+                         zero3.py has two slots that are never freed
+    gathers as kernels   gathers occupy SMs, like reductions, and queue with them
     reductions at once   sent as soon as they are collected, at the start of the next unit's backward
     two communicators    the same kernels, but a gather need not wait for the reduction launched before it
 
 All of them compute what stage 3 computes, to the bit. Only the benchmark uses them, by `zeroify(stage=<class>)`, so
 the stages have no switches.
 
-Left out: the ablations of whole stages; stages 0, 1 and 2 are those.
+Left out: ablations of whole stages; those are stages 0, 1 and 2.
 """
 
 import torch
@@ -21,14 +21,14 @@ from zero_mini.zero3 import Slot, Zero3
 
 
 class NoPrefetch(Zero3):
-    """Nothing travels before its turn."""
+    """A unit is gathered in its own turn."""
 
     def prefetch(self, unit: Unit, neighbour: Unit | None) -> None:
-        """The neighbour gathers itself, later."""
+        """Do nothing: the neighbour is gathered in its turn."""
 
 
 class GathersAsKernels(Zero3):
-    """One communicator for all, whose kernels run in the order of their launch."""
+    """One communicator for all collectives; its kernels run in the order of launch."""
 
     def prepare(self) -> None:
         """Ordinary memory for the slots."""
@@ -37,16 +37,16 @@ class GathersAsKernels(Zero3):
 
 
 class ReductionsAtOnce(Zero3):
-    """The wire does not wait for the middle of a unit."""
+    """A reduction is sent at once, not half-way through the next unit's backward."""
 
     def after_backward(self, unit: Unit) -> None:
-        """Collected, and sent."""
+        """Collect the gradients, and send them."""
         super().after_backward(unit)
         self.send_ready()
 
 
 class TwoCommunicators(Zero3):
-    """Gathers have a communicator, and so a queue, of their own. The ledger stays one."""
+    """Gathers have a communicator of their own, and so a queue of their own. There is still one ledger."""
 
     def prepare(self) -> None:
         """Ordinary memory for the slots, and a second group of the same ranks."""
@@ -55,7 +55,7 @@ class TwoCommunicators(Zero3):
 
 
 class StorageResize(GathersAsKernels):
-    """Each block in a buffer of its own, empty out of turn. The views of it that autograd saved stay valid."""
+    """Each block has a buffer of its own, empty outside of its turn. Views that autograd saved stay valid."""
 
     def prepare(self) -> None:
         """As many slots as units, without memory but for the root's."""
@@ -64,8 +64,8 @@ class StorageResize(GathersAsKernels):
             unit.place.slot = Slot(torch.empty(unit.P, dtype=self.dtype, device=self.device))
             unit.place.views = unit.views(unit.place.slot.buffer)
         self.slots = [unit.place.slot for unit in self.units]
-        self.given_back = {unit.place.slot for unit in self.units if not unit.is_root}
-        for slot in self.given_back:
+        self.resized_slots = {unit.place.slot for unit in self.units if not unit.is_root}
+        for slot in self.resized_slots:
             slot.buffer.untyped_storage().resize_(0)
 
     def launch_gather(self, unit: Unit) -> None:
@@ -75,20 +75,20 @@ class StorageResize(GathersAsKernels):
         super().launch_gather(unit)
 
     def after_forward(self, unit: Unit) -> None:
-        """Its turn over, a unit's memory goes back to the allocator."""
+        """At the end of its forward a unit's memory returns to the allocator."""
         super().after_forward(unit)
         if not unit.is_root and unit not in self.backward.entered:
             self.vacate(unit.place.slot)
 
     def after_backward(self, unit: Unit) -> None:
-        """The same in backward, once its gradients are there."""
+        """The same in backward, when the unit's gradients exist."""
         super().after_backward(unit)
         if not unit.is_root:
             self.vacate(unit.place.slot)
 
     def vacate(self, slot: Slot) -> None:
-        """An empty slot has no memory, but for the root's."""
-        was_taken = slot.holder is not None
+        """Free the memory of an empty slot, unless it is the root's."""
+        had_holder = slot.holder is not None
         super().vacate(slot)
-        if was_taken and slot in self.given_back:
+        if had_holder and slot in self.resized_slots:
             slot.buffer.untyped_storage().resize_(0)

@@ -1,23 +1,23 @@
-"""How fast is it? Every stage beside torch's DDP and FSDP2 and DeepSpeed, and beside what the machine can do.
+"""The speed of every stage beside torch's DDP and FSDP2 and DeepSpeed, and beside the limits of the machine.
 
     python zero_mini/comparison/benchmark.py --work cpu                   two ranks on a CPU, about two minutes
     python zero_mini/comparison/benchmark.py --work "1.5B" --out DIR      all GPUs of this machine
     python zero_mini/comparison/benchmark.py --work "1.5B" --systems zero-3 fsdp2 --rounds 3 --out DIR
 
 Each row is a fresh group of processes, so that no system inherits another's memory or caches; in several rounds
-the systems take turns, so that a machine that grows warm does so for all of them. A run that fails, or takes longer
-than its limit, becomes a row with the reason. A system that does not train as torch DDP does shows no speed.
+the systems take turns, so that a machine that warms up slows all of them. A run that fails, or takes longer than its
+limit, becomes a row with the reason. A system whose losses differ from torch DDP's shows no speed.
 
-    comparison/    what is trained, by which systems, how it is measured and judged
+    comparison/    the models, the systems, the measurements and scores
     memory/timeline.py    traces of a GPU
     plots/         the picture
 
-DIR/speed.json keeps every number, with machine and rates for each work; another invocation replaces what it measures
-again (all of a work's rows, if the machine is another) and keeps the rest. DIR/speed.png is drawn from it.
+DIR/speed.json keeps every number, with machine and rates for each work. Another invocation replaces the rows that it
+measures again (all of a work's rows, if the machine is another) and keeps the rest. DIR/speed.png is drawn from it.
 
-Where the time goes, from the profiled step of each row (its "timeline" in speed.json), ms. Of the time over "plain",
-forward and backward alone: the update, copies (casts into slots, gradients into flat buffers), products and attention
-that shared the GPU with a collective, wire that nothing hid, and the GPU waiting for its host.
+Where the time goes, in ms, from the profiled step of each row (its "timeline" in speed.json). "plain" is forward and
+backward alone. The time beyond it: the update; copies (casts into slots, gradients into flat buffers); the slowdown of
+products and of attention that ran beside a collective; wire that nothing overlapped; the GPU waiting for its host.
 
     work, system              step   plain   update   copies   products   attention   wire   idle   host
     -----------------------   ----   -----   ------   ------   --------   ---------   ----   ----   ----
@@ -33,16 +33,16 @@ that shared the GPU with a collective, wire that nothing hid, and the GPU waitin
     1.5B compiled, zero-2      196     168        5        2         -2          -1     10     83    202
     1.5B compiled, zero-3      212     168        5        5         24           0     14     65    224
 
-(1.5B on 2 x H100, the others on 2 x H200. "host": the time of a step with next to nothing to multiply.)
+(1.5B on 2 x H100, the others on 2 x H200. "host": the time of a step of 64 tokens, with almost nothing to multiply.)
 
-So what a stage loses to plain is the update, which is a part of training, and the copies; 350M at
-batch 8 ends where the host does: at stage 3 it launches a step in 68 ms, longer than what the GPU computes. With
-checkpointing plain itself is 401 ms, and FSDP2's step 425: nothing could be more than 1.06 x as fast as that.
-The compiled rows come from a host that was slower than the GPUs (profiled, so slower still, a step took 231 to 275 ms):
-a rank that is late makes the other one's collective long. On a faster host, in a run of stages 1 and 3 only, they took
-180 and 183 ms beside a plain 167, which is 0.927 and 0.911 of it.
+So the difference between a stage and plain is the update, which is a part of training, and the copies. 350M at batch 8
+is limited by the host: at stage 3 it launches a step in 68 ms, longer than the GPU computes. With checkpointing plain
+itself takes 401 ms and FSDP2's step 425, so no system can be more than 1.06 x as fast as FSDP2.
+The compiled rows come from a host that was slower than the GPUs (the profiled step, slower still, took 231 to 275 ms):
+if one rank is late, the collective on the other takes longer. On a faster host, in a run of stages 1 and 3 only, they
+took 180 and 183 ms beside a plain 167: its speed is 0.927 and 0.911 of plain's.
 
-What was tried, on that work unless another is named (ms a step; before -> after within one run on one machine)
+What was tried, on 1.5B unless another work is named (ms a step; before -> after within one run on one machine)
 
     change                                     predicted          measured                            kept
     -----------------------------------------  -----------------  ----------------------------------  --------
@@ -67,25 +67,26 @@ What was tried, on that work unless another is named (ms a step; before -> after
     torch.compile of each block's forward      a ceiling of 10 %  one graph for all blocks; batch 16  --
                                                                   with a compiled loss: 49.8 % MFU
 
-The ablations can be repeated (--work ablations; ablations.py): each is stage 3 with one decision taken
-otherwise. In one run on 2 x H200 stage 3 took 185.9 ms (DDP 219.2, forward and backward alone 169.3), and
+The ablations can be repeated (--work ablations; ablations.py): each is stage 3 with one decision changed.
+In one run on 2 x H200 stage 3 took 185.9 ms (DDP 219.2, forward and backward alone 169.3), and
 
     no prefetch                                192.3    each block waits for its gather
     two communicators instead of copy engines  190.8    a gather need not wait for a reduction, but both take SMs
-    reductions at once                         189.8    as soon as a block's gradients are there
+    reductions at once                         189.8    as soon as a block's gradients exist
     gathers as kernels                         188.2    on one communicator
     storage resize instead of two slots        187.2    and 0.13 GiB less: the second slot
 
-Small blocks are another matter: with 350M parameters and batch 8 a GPU finishes before its host has launched the next
-block's kernels (zero-3 is 17 % behind zero-0 there, level with it at batch 32). There, and for FSDP2 and DeepSpeed most
-of all, rows follow the host's speed. CUDA graphs would help such works, and only such: forward and backward alone, as
-one captured graph on one H100, take 49.4 ms in place of 50.1 (350M, batch 8), 23.5 of 24.0 (124M), 176.5 of 177.8
-(1.5B). That is the most they could bring where a host is this fast, so hooks and collectives were not captured.
+Small blocks behave differently: with 350M parameters and batch 8 a GPU finishes before its host has launched the next
+block's kernels (zero-3 is 17 % behind zero-0 there, and equal at batch 32). There the rows depend on the host's speed,
+those of FSDP2 and DeepSpeed most of all. Only such works would gain from CUDA graphs: forward and backward alone, as
+one captured graph on one H100, take 49.4 ms in place of 50.1 (350M, batch 8), 23.5 in place of 24.0 (124M), 176.5 in
+place of 177.8 (1.5B). This is the upper limit of the gain with such a fast host, so hooks and collectives were not
+captured.
 
-With the optimizer in host memory (--work "1.5B offload", one H100, 16 cores) a step is the CPU's update. What was tried
-there, ms of the update: the optimizer's own step over whole units about 900 (each fp32 gradient is new memory then,
-whose pages the system has to give); in parts of 2^20, 2^21, 2^22, 2^23, 2^25 elements, with one buffer for the gradient
-of a part, 699, 635, 573, 552, 591. 2^23 is kept.
+With the optimizer in host memory (--work "1.5B offload", one H100, 16 cores) the CPU's update determines the time of a
+step. What was tried there, ms of the update: the optimizer's own step over whole units about 900 (each fp32 gradient
+is newly allocated, so the system has to map its pages); in parts of 2^20, 2^21, 2^22, 2^23, 2^25 elements, with one
+buffer for the gradient of a part, 699, 635, 573, 552, 591. The package uses 2^23.
 
 Left out: several hosts; tuning of the peers beyond what their documentation says.
 """
@@ -94,8 +95,8 @@ import sys
 from pathlib import Path
 
 if not __package__:
-    # A script has its own folder first on sys.path, where `import zero_mini` finds nothing, or another installed
-    # copy. What it needs is the folder around the package.
+    # A script has its own folder first on sys.path. There `import zero_mini` would fail, or import another installed
+    # copy: it needs the folder around the package.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import argparse
@@ -119,7 +120,7 @@ from zero_mini.trainer.launch import first_line
 
 
 def in_a_fresh_group(ranks: int, limit_s: float, function: Callable, *args: object) -> list | str:
-    """`function(*args)` on new processes; each rank's result, or in one line why there is none."""
+    """Run `function(*args)` on new processes; each rank's result, or the reason of a failure in one line."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # what ranks print when they are ended
             return run(function, ranks, *args, timeout_s=limit_s)
@@ -134,14 +135,14 @@ def attempt(system: str, work: Work, ranks: int, limit_s: float, build: Callable
     """One run of one system: its row, or {"failed": reason}."""
     if package := missing(system):
         return {"failed": f"{package} is not installed"}
-    found = in_a_fresh_group(ranks, limit_s, measure.measure, system, work, build)
-    return {"failed": found} if isinstance(found, str) else scores.merge_ranks(found)
+    rows = in_a_fresh_group(ranks, limit_s, measure.measure, system, work, build)
+    return {"failed": rows} if isinstance(rows, str) else scores.merge_ranks(rows)
 
 
 def compare(
     work: Work, systems: Sequence[str], rounds: int, ranks: int, limit_s: float, build: Callable = build
 ) -> dict[str, dict]:
-    """All rows of a work. In each round every system has its turn."""
+    """All rows of a work. Each round runs every system once."""
     runs: dict[str, list[dict]] = {system: [] for system in systems}
     for number in range(1, rounds + 1):
         for system in systems:
@@ -153,7 +154,7 @@ def compare(
 
 
 def described(work: Work) -> dict:
-    """What a reader of the JSON needs to know of a work."""
+    """A work's parameters, for readers of the JSON."""
     return {
         "model": {"L": work.config.L, "d": work.config.d, "heads": work.config.heads, "vocab": work.config.vocab},
         "batch": work.batch,
@@ -169,36 +170,36 @@ def described(work: Work) -> dict:
     }
 
 
-def merge(kept: dict, name: str, entry: dict) -> dict:
-    """`kept` with a work's new entry. Rows of it that were not measured again stay if the machine is the same.
+def merge(record: dict, name: str, entry: dict) -> dict:
+    """`record` with a work's new entry. Rows that were not measured again stay if the machine is the same.
 
     >>> old = {"works": {"cpu": {"machine": 1, "work": {}, "systems": {"ddp": "old", "plain": "old"}}, "1.5B": {}}}
     >>> new = {"machine": 1, "work": {}, "systems": {"ddp": "new"}}
     >>> merge(old, "cpu", new)["works"]["cpu"]["systems"], list(merge(old, "cpu", new)["works"])
     ({'ddp': 'new', 'plain': 'old'}, ['cpu', '1.5B'])
     """
-    before = kept.get("works", {}).get(name)
+    before = record.get("works", {}).get(name)
     if before and (before["machine"], before["work"]) == (entry["machine"], entry["work"]):
         rows = before["systems"] | entry["systems"]
         entry = entry | {"systems": {system: rows[system] for system in SYSTEMS if system in rows}}
-    return {"works": kept.get("works", {}) | {name: entry}}
+    return {"works": record.get("works", {}) | {name: entry}}
 
 
 def save(folder: Path, name: str, entry: dict) -> dict:
-    """Merge a work's entry into DIR/speed.json, whole or not at all; the entry as it stands there."""
+    """Merge a work's entry into DIR/speed.json, atomically; returns the merged entry."""
     path = folder / "speed.json"
     folder.mkdir(parents=True, exist_ok=True)
-    kept = merge(json.loads(path.read_text()) if path.exists() else {}, name, entry)
-    entry = kept["works"][name]
+    record = merge(json.loads(path.read_text()) if path.exists() else {}, name, entry)
+    entry = record["works"][name]
     entry["scores"] = scores.score(entry)
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(kept, indent=1) + "\n")
+    unfinished.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(unfinished, path)
     return entry
 
 
 def draw(folder: Path) -> None:
-    """DIR/speed.png, if there is something to draw with."""
+    """Draw DIR/speed.png, if matplotlib is installed."""
     if importlib.util.find_spec("matplotlib") is None:
         print("no picture: matplotlib is not installed (pip install -e '.[lessons]')")
         return
@@ -228,14 +229,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print a table for each work, and keep the numbers if --out says where."""
+    """Measure, print a table for each work, and save the numbers if --out is given."""
     options = parse(argv)
     facts = in_a_fresh_group(options.ranks, options.limit, measure.machine_and_rates)
     if isinstance(facts, str):
         sys.exit(f"benchmark.py: error: {facts}")
     machine, _ = facts[0]
-    each = [rates for _, rates in facts if rates]
-    rates = {name: min(found[name] for found in each) for name in each[0]} if each else None  # the slower rank's
+    by_rank = [rates for _, rates in facts if rates]
+    rates = {name: min(each[name] for each in by_rank) for name in by_rank[0]} if by_rank else None  # the slowest's
     for name in options.work:
         work = WORKS[name]
         systems = options.systems or work.systems

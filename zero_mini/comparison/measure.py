@@ -1,13 +1,13 @@
-"""What one rank of a fresh group does for one row of the benchmark, and what it brings back.
+"""The measurements of one rank of a fresh group, for one row of the benchmark.
 
-    10 steps       their losses: every system must train alike (scores.py), and they are the warm-up
+    10 steps       their losses, which must be alike for all systems (scores.py); they are the warm-up too
     12 steps       timed one by one, with the allocator's peak over all of them
     1 step         under a profiler (memory/timeline.py), on a GPU
-    3 + 5 steps    of one sequence of 64 tokens, on a GPU: it has next to nothing to multiply then, so what
-                   a step takes is the host's time, or what parameters alone cost: the wire and the update
+    3 + 5 steps    of one sequence of 64 tokens, on a GPU. There is almost nothing to multiply, so the time of
+                   a step is the host's, or that of the wire and the update, which depend on parameters only
 
-On a GPU a step's time is that between two events on its own clock, and the host never waits in between. On a CPU
-ranks meet before each step, outside the time.
+On a GPU a step's time is that between two CUDA events, and the host never waits in between. On a CPU ranks meet at a
+barrier before each step, outside the time.
 
 Left out: the CPU under the profiler. Tracing it takes so long that kernels would wait for the host.
 """
@@ -31,7 +31,7 @@ NEARLY_FREE, PATIENCE_S = 0.9, 30.0
 
 
 def measure(system: str, work: Work, build: Callable[[str, Work, torch.device], Trainee] = build) -> dict:
-    """One row's raw numbers, of this rank. Collective."""
+    """This rank's raw numbers for one row. Collective."""
     device = own_device()
     if device.type == "cuda":
         wait_for_memory()
@@ -53,7 +53,7 @@ def measure(system: str, work: Work, build: Callable[[str, Work, torch.device], 
 
 
 def wait_for_memory() -> None:
-    """Until the GPU is nearly free: the driver takes the memory of the last group back only after its processes end."""
+    """Wait until the GPU is nearly free: the driver frees the last group's memory only after its processes end."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         free_bytes, total_bytes = torch.cuda.mem_get_info()
@@ -63,7 +63,7 @@ def wait_for_memory() -> None:
 
 
 def time_on_gpu(trainee: Trainee, data: list[Tensor]) -> dict:
-    """Each step's time on the GPU's clock, and memory."""
+    """Each step's time, by CUDA events, and memory."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     dist.barrier()
@@ -92,7 +92,7 @@ def time_on_cpu(step: Callable[[Tensor], Tensor], data: list[Tensor]) -> list[fl
 
 
 def time_short_step(step: Callable[[Tensor], Tensor], tokens: Tensor) -> float:
-    """Milliseconds a step, the host waiting at the ends only."""
+    """Milliseconds a step; the host waits before the first and after the last only."""
     for _ in range(SHORT_WARM_UP):
         step(tokens)
     torch.cuda.synchronize()
@@ -109,15 +109,15 @@ def time_short_step(step: Callable[[Tensor], Tensor], tokens: Tensor) -> float:
 def machine() -> dict:
     """Card, number of them, and versions."""
     device = own_device()
-    found = {"cards": dist.get_world_size(), "torch": torch.__version__}
+    facts = {"cards": dist.get_world_size(), "torch": torch.__version__}
     if device.type == "cpu":
-        return {"card": "CPU", **found}
+        return {"card": "CPU", **facts}
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return {"card": torch.cuda.get_device_name(device), **found, "cuda": torch.version.cuda, "nccl": nccl}
+    return {"card": torch.cuda.get_device_name(device), **facts, "cuda": torch.version.cuda, "nccl": nccl}
 
 
 def rates() -> dict | None:
-    """What this rank reaches when it does one thing alone; None on a CPU. Collective."""
+    """This rank's rates of matrix products, copies and all-reduces, each alone; None on a CPU. Collective."""
     device = own_device()
     if device.type == "cpu":
         return None
@@ -137,7 +137,7 @@ def rates() -> dict | None:
 
 
 def seconds(function: Callable[[], object], warm_up: int = 10, repeats: int = 30) -> float:
-    """A call's time on the GPU, all of them launched in one go."""
+    """Mean time of a call on the GPU, over `repeats` calls launched without waiting."""
     for _ in range(warm_up):
         function()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -152,7 +152,7 @@ def seconds(function: Callable[[], object], warm_up: int = 10, repeats: int = 30
 
 
 def machine_and_rates() -> tuple[dict, dict | None]:
-    """Both, by one group."""
+    """Machine and rates, measured by one group."""
     if own_device().type == "cuda":
         wait_for_memory()
     return machine(), rates()

@@ -1,21 +1,21 @@
-"""From what was measured to what is claimed: the gate, the floor, and one line of the table for each system.
+"""From measurements to claims: the gate, the floor, and one line of the table for each system.
 
 The gate. A system shows a speed only if it trains as torch DDP does: each of its first ten losses, averaged over
-ranks, within a tolerance of DDP's (of zero-0's or else FSDP2's, if DDP did not run). It depends on what the systems
-may differ in:
+ranks, is within a tolerance of DDP's (of zero-0's or else FSDP2's, if DDP did not run). The tolerance depends on the
+precision, because the systems may differ in:
 
     fp32    1e-4   the order of sums, 2^-24 of a value each, and AdamW's quotients of two such sums
     bf16    0.05   2^-9 of each activation: DDP's autocast keeps the residual stream in fp32, the others round
                    it at every block. Over some thousand tokens most of that cancels, and 124M and 350M stay
-                   within 0.003. The first step of 1.5B overshoots (11.2 -> 14.2), which multiplies what is left:
+                   within 0.003. The first step of 1.5B overshoots (11.2 -> 14.2), which amplifies the rest:
                    there this package and FSDP2 are 0.025 from DDP and 0.001 apart, DeepSpeed is 0.04 from DDP
 
-A doubled learning rate, gradients that stay with their rank, a clipping that nobody asked for: each moves losses of
-the small model by 0.02 to 0.3 within the ten steps.
+A doubled learning rate, gradients that are not reduced, an unwanted clipping: each moves losses of the small model by
+0.02 to 0.3 within the ten steps.
 `plain` never updates: only its first loss is compared.
 
-The floor. A step cannot be shorter than its parts at the rates that this machine reached when it did one thing
-alone (measure.py); only the wire can hide, and only behind the computation:
+The floor. A step cannot be shorter than its parts at the rates that this machine reached for each alone
+(measure.py). Only the wire can overlap, and only with the computation:
 
     floor      compute + update + max(0, wire - compute)
     compute    FLOPs a token x tokens / matmul rate; with checkpointing 4/3 of it, forward is run twice
@@ -40,7 +40,7 @@ PEAK_FLOPS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12, "NVIDIA A1
 
 
 def merge_ranks(ranks: list[dict]) -> dict:
-    """One run of several ranks: the row of the slower one, with the losses averaged over all, and the highest peaks.
+    """One run of several ranks: the row of the slowest, with the losses averaged over all, and the highest peaks.
 
     >>> merge_ranks([{"step_ms": [1.0, 3.0], "losses": [4.0]}, {"step_ms": [2.0, 4.0], "losses": [5.0]}])
     {'step_ms': [2.0, 4.0], 'losses': [4.5]}
@@ -64,7 +64,7 @@ def merge_rounds(rounds: list[dict]) -> dict:
         return rounds[0]
     row = good[0] | {"step_ms": [time for each in good for time in each["step_ms"]]}
     row["round_medians_ms"] = [median(each["step_ms"]) for each in good]
-    if "losses" in row:  # of the round that is furthest from the first, so that all of them pass or fail
+    if "losses" in row:  # those of the round that differs most from the first, so that the gate checks all rounds
         row["losses"] = max((each["losses"] for each in good), key=lambda losses: distance(losses, row["losses"]))
     if len(good) < len(rounds):
         row["failed_rounds"] = [each["failed"] for each in rounds if "failed" in each]
@@ -82,7 +82,7 @@ def distance(losses: list[float], reference: list[float]) -> float:
 
 
 def judge(system: str, row: dict, entry: dict) -> str | None:
-    """Why this row shows no speed; None if it may. Notes `losses_differ_by` in it."""
+    """Why this row shows no speed; None if it may. Writes `losses_differ_by` into the row."""
     if "failed" in row:
         return row["failed"]
     runs = [name for name in REFERENCES if "losses" in entry["systems"].get(name, {})]
@@ -111,7 +111,7 @@ def floor_parts_s(system: str, entry: dict) -> dict[str, float] | None:
 
 
 def score(entry: dict) -> dict[str, dict]:
-    """For each system of a work what the table shows, or {"reason": why it shows nothing}."""
+    """For each system of a work the numbers of the table, or {"reason": why it has none}."""
     work, peak = entry["work"], PEAK_FLOPS.get(entry["machine"]["card"])
     scores: dict[str, dict] = {}
     for system, row in entry["systems"].items():
@@ -141,13 +141,13 @@ def score(entry: dict) -> dict[str, dict]:
 
 
 def table(name: str, entry: dict) -> str:
-    """The table of a work as GitHub renders it, its formulas below."""
+    """The table of a work in GitHub's format, its formulas below."""
     scores, lines = score(entry), []
     for system, row in entry["systems"].items():
         s = scores[system]
         line = {"system": system, "ms": s.get("reason")}
         if "reason" not in s:
-            seen, GiB = row.get("timeline"), 2**30
+            profile, GiB = row.get("timeline"), 2**30
             line |= {
                 "ms": f"{s['ms']:.1f} ({s['p10_ms']:.1f}, {s['p90_ms']:.1f})",
                 "tokens/s": f"{s['tokens_s']:,.0f}",
@@ -160,22 +160,22 @@ def table(name: str, entry: dict) -> str:
                 "reserved GiB": "reserved_bytes" in row and f"{row['reserved_bytes'] / GiB:.1f}",
                 "states GB": row.get("state_bytes") and f"{row['state_bytes'] / 1e9:.3g}",
                 "wire GB": row.get("wire_bytes") and f"{row['wire_bytes'] / 1e9:.3g}",
-                "kernels": seen and f"{seen['kernels']}",
+                "kernels": profile and f"{profile['kernels']}",
                 "short ms": "short_step_ms" in row and f"{row['short_step_ms']:.1f}",
-                "overlap": seen and f"{seen['overlapping_a_matmul']}/{seen['collectives']}",
-                "exposed ms": seen and f"{seen['exposed_ms']:.1f}",
-                "idle ms": seen and f"{seen['idle_ms']:.1f}",
+                "overlap": profile and f"{profile['overlapping_a_matmul']}/{profile['collectives']}",
+                "exposed ms": profile and f"{profile['exposed_ms']:.1f}",
+                "idle ms": profile and f"{profile['idle_ms']:.1f}",
             }
         lines.append(line)
     columns = dict.fromkeys(column for line in lines for column in line if any(line.get(column) for line in lines))
     cells = [[line.get(column) or "" for column in columns] for line in lines]
-    aligned = ("left", *["right"] * (len(columns) - 1))
-    drawn = tabulate(cells, headers=[*columns], tablefmt="github", colalign=aligned, disable_numparse=True)
-    return f"{name}\n\n{drawn}\n\n{formulas(entry)}"
+    align = ("left", *["right"] * (len(columns) - 1))
+    rows = tabulate(cells, headers=[*columns], tablefmt="github", colalign=align, disable_numparse=True)
+    return f"{name}\n\n{rows}\n\n{formulas(entry)}"
 
 
 def formulas(entry: dict) -> str:
-    """What the columns are, with this work's numbers, as lines of text."""
+    """The definitions of the columns, with this work's numbers, as lines of text."""
     work, rates, machine = entry["work"], entry["rates"], entry["machine"]
     peak, T, N = PEAK_FLOPS.get(machine["card"]), work["tokens"], machine["cards"]
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "cuda", "nccl") if name in machine)

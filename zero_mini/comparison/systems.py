@@ -1,4 +1,4 @@
-"""The systems that are compared, each as its own documentation would have one write it.
+"""The systems that are compared, each written as its documentation recommends.
 
     zero-0 .. zero-3       this package; AdamW is torch's, fused, as it is for all
     ddp                    torch DDP under autocast: fp32 weights, fp32 gradients, fp32 on the wire
@@ -7,11 +7,11 @@
     fsdp2, fsdp2-keep      torch's fully_shard, with and without resharding after forward
     deepspeed-1 .. -3      if it is installed
     ... offload            the optimizer in host memory: zero_mini's, FSDP2's CPUOffloadPolicy, DeepSpeed's CPU Adam
-    zero-3 ...             stage 3 with one decision taken otherwise (ablations.py)
-    plain                  forward and backward on one GPU, in bf16 throughout: no ranks, no optimizer, the ceiling
+    zero-3 ...             stage 3 with one decision changed (ablations.py)
+    plain                  forward and backward on one GPU, all in bf16: no ranks, no optimizer, an upper limit
 
-For the floor of a step (scores.py) it counts what each has to send, in bytes a parameter and before the factor
-(N-1)/N: an all-reduce twice its bytes, an all-gather or a reduce-scatter or a broadcast once.
+For the floor of a step (scores.py) each system has the bytes a parameter that it sends, before the factor (N-1)/N: an
+all-reduce counts twice, an all-gather, a reduce-scatter or a broadcast once.
 
 Left out: tuning beyond what is written here.
 """
@@ -40,7 +40,7 @@ UNIT_NUMEL = 25_000_000  # parameters: one block of the 1.5B model, two of 350M,
 
 @dataclass
 class Trainee:
-    """A model in training: `step(tokens)` is what is timed, from forward to zero_grad; the loss stays on the device."""
+    """A model in training. `step(tokens)` is timed, from forward to zero_grad; the loss stays on the device."""
 
     model: nn.Module
     step: Callable[[Tensor], Tensor]
@@ -49,7 +49,7 @@ class Trainee:
     can_be_walked: bool = True
 
     def state_bytes(self) -> int | None:
-        """Bytes of parameters, gradients and optimizer states that can be reached from here; None if they hide."""
+        """Bytes of parameters, gradients and optimizer states; None if this code cannot list them."""
         if not self.can_be_walked:
             return None
         if self.zero is not None:
@@ -63,9 +63,9 @@ class Trainee:
 
 
 def make_model(work: Work, device: torch.device) -> GPT:
-    """The same weights for every system, and blocks that run as the work says, before anything is wrapped.
+    """The unwrapped model: the same weights for every system, and blocks compiled or checkpointed as in the work.
 
-    `forward` is replaced rather than the call, so that hooks of a block stay outside of what is compiled.
+    It replaces `forward`, not the call, so that hooks of a block are not compiled.
     """
     torch.manual_seed(0)
     with device:
@@ -73,7 +73,7 @@ def make_model(work: Work, device: torch.device) -> GPT:
     if work.compiled or work.fused_loss:
         from torch._dynamo import config
 
-        config.recompile_limit = 64  # one code for all blocks, compiled anew for each shape
+        config.recompile_limit = 64  # all blocks share one code object, which is compiled again for each shape
     if work.fused_loss:
         model.loss = torch.compile(model.loss, dynamic=False)
     for block in model.blocks:
@@ -89,7 +89,7 @@ def adamw(model: nn.Module, work: Work) -> torch.optim.AdamW:
 
 
 def stepper(call: Callable[..., Tensor], optimizer: torch.optim.Optimizer, autocast: bool = False):
-    """The loop's body, as in any tutorial."""
+    """The usual body of a training loop."""
 
     def step(tokens: Tensor) -> Tensor:
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
@@ -146,7 +146,7 @@ def build_fsdp2(reshard_after_forward: bool, work: Work, device: torch.device, o
 
 
 def build_deepspeed(stage: int, work: Work, device: torch.device, offload: bool = False) -> Trainee:
-    # It reads a rank's place from the environment, also where torch.distributed is initialised already.
+    # DeepSpeed reads a rank's place from the environment, even if torch.distributed is initialised already.
     place = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": device.index or 0}
     os.environ.update({name: str(value) for name, value in place.items()})
     import deepspeed
@@ -155,14 +155,14 @@ def build_deepspeed(stage: int, work: Work, device: torch.device, offload: bool 
     model = make_model(work, device)
     sharding = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
     if stage < 3 and not offload and "compute_grad_norm" in DeepSpeedZeroConfig.model_fields:
-        sharding["compute_grad_norm"] = False  # nobody else computes it here
+        sharding["compute_grad_norm"] = False  # the other systems do not compute it either
     settings = {
         "train_micro_batch_size_per_gpu": work.batch,
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": work.bf16},
         "zero_optimization": sharding,
         "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 0.0,  # it clips to a norm of 1 unless told not to
+        "gradient_clipping": 0.0,  # the default clips to a norm of 1
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
     }
@@ -178,7 +178,7 @@ def build_deepspeed(stage: int, work: Work, device: torch.device, offload: bool 
     def step(tokens: Tensor) -> Tensor:
         loss = wrapped(tokens[:, :-1], tokens[:, 1:])
         wrapped.backward(loss)
-        wrapped.step()  # forgets the gradients too
+        wrapped.step()  # zeroes the gradients too
         return loss.detach()
 
     return Trainee(model, step, can_be_walked=False)
@@ -200,7 +200,7 @@ def build_plain(work: Work, device: torch.device) -> Trainee:
 
 @dataclass(frozen=True)
 class System:
-    """How it is built, and what the floor of its step needs to know."""
+    """How it is built, and two facts for the floor of its step."""
 
     build: Callable[[Work, torch.device], Trainee]
     sends: int  # bytes a parameter in bf16 works, ring convention, before (N-1)/N
@@ -235,11 +235,11 @@ SYSTEMS = {
 
 
 def build(system: str, work: Work, device: torch.device) -> Trainee:
-    """The work's model in training under that system, on this rank. Collective but for `plain`."""
+    """The work's model in training under a system, on this rank. Collective, except for `plain`."""
     return SYSTEMS[system].build(work, device)
 
 
 def missing(system: str) -> str | None:
-    """The package without which this system cannot run here, if it is one that is not installed."""
+    """The package that this system needs, if it is not installed; else None."""
     needs = "deepspeed" if system.startswith("deepspeed") else None
     return needs if needs and importlib.util.find_spec(needs) is None else None

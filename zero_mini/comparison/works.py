@@ -1,11 +1,11 @@
-"""What is measured: a model, a batch, and how blocks are run; every system trains the same thing.
+"""Works: a model, a batch, and how blocks are run; every system trains the same work.
 
     the weights    GPT-2's initial values, from seed 0, made on the device
     the tokens     two batches a rank, in turn, so that the loss falls within ten steps
     the optimizer  AdamW, one group, a constant learning rate, no clipping
 
-Tokens are as unevenly distributed as those of a text are, and each rank prefers others: a rank that kept its
-gradients to itself would learn its own share of the vocabulary far quicker, and its losses would tell.
+Tokens are as unevenly distributed as in a text, and each rank prefers other tokens. So a system that does not reduce
+gradients would learn each rank's share of the vocabulary much faster, and its losses would differ.
 
 Left out: reading data, accumulation over micro-batches, schedules: they are the same for all systems.
 """
@@ -45,7 +45,7 @@ ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 @dataclass(frozen=True)
 class Work:
-    """One thing to train, and the systems that train it unless others are asked for."""
+    """A model and its batch, and the systems that train it by default."""
 
     name: str
     config: GPTConfig
@@ -54,7 +54,7 @@ class Work:
     bf16: bool = True  # the computation; master copies are fp32
     checkpointing: bool = False  # a block's activations are computed again in backward
     compiled: bool = False  # a block's forward and backward are compiled by torch
-    fused_loss: bool = False  # so is the way from the last norm to the loss: fp32 logits are never stored
+    fused_loss: bool = False  # the code from the last norm to the loss is compiled too: fp32 logits are never stored
     lr: float = 1e-4
 
     @property

@@ -1,4 +1,4 @@
-"""What the lessons share.
+"""Code that the lessons share.
 
 lesson.py                                 helpers of a lesson's first cell
 ranks.py  rank_process.py  pickling.py    a function run on N ranks from a notebook or a test

@@ -1,10 +1,10 @@
-"""What lessons share: the first cell, where tensors go, what was recorded on real GPUs, what sliders call.
+"""Functions for lessons: the first cell, the device of tensors, records of real GPUs, pictures for sliders.
 
     >>> from zero_mini.course.lesson import say_what_is_here
     >>> say_what_is_here()  # doctest: +SKIP
     Python 3.11.2, torch 2.13.0, 2 cores; ranks run on the CPU and talk by gloo.
 
-Left out: installing anything. It says how.
+Left out: installation; error messages name the command.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEEDED = ("matplotlib", "ipywidgets")
 
 
 def say_what_is_here(ranks: int = 2) -> None:
-    """Print one line; RuntimeError with the command to run if a lesson could not be worked through here."""
+    """Print one line; RuntimeError with the command to run if a package of the lessons is missing."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise RuntimeError(
@@ -41,11 +41,11 @@ def say_what_is_here(ranks: int = 2) -> None:
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {cores} cores; ranks run on {where}.")
 
 
-here = own_device  # where tensors go, as cells say it
+here = own_device  # the device of tensors; the short name is for cells
 
 
 def recorded(name: str) -> dict:
-    """What the package brings along of measurements on GPUs: measured/NAME.json, with the machine that it names.
+    """A record of measurements on GPUs that is part of the package: measured/NAME.json, which names its machine.
 
     FileNotFoundError if there is no such record.
 
@@ -56,7 +56,7 @@ def recorded(name: str) -> dict:
 
 
 def ring_step(kind: str = "all_reduce", N: int = 4, step: int = 0) -> Figure:
-    """One step of a collective, for a slider; past the last step, the last."""
+    """One step of a collective, for a slider; a number past the last step gives the last."""
     from zero_mini.course.plots.steps import draw_steps, ring_sends
 
     return draw_steps(kind, N, min(step, len(ring_sends(kind, N))))

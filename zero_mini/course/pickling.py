@@ -1,7 +1,7 @@
-"""A call or a result as bytes for another process, which need not be able to import what it is made of.
+"""A call or a result as bytes for another process, which need not be able to import its functions and classes.
 
-Functions and classes of a notebook cell, of a script or of another function travel by value (cloudpickle), tensors as
-plain bytes, which need no shared memory and arrive on the CPU.
+Functions and classes of a notebook cell, of a script or of another function are pickled by value (cloudpickle), tensors
+as plain bytes, which need no shared memory and arrive on the CPU.
 
     >>> unpack(pack(lambda x: x + torch.ones(2)))(1).tolist()
     [2.0, 2.0]
@@ -27,14 +27,14 @@ def unpack(data: bytes) -> Any:
 
 
 class _ByValue:
-    """The pickle module that torch.save is to use."""
+    """The pickle module for torch.save."""
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, types.CodeType):  # cloudpickle drops the name of the file, and tracebacks need it
                 return _code, (obj.co_filename, *self.dispatch_table[types.CodeType](obj)[1])
-            # A function that says `model.config` takes torch.distributed.config along, if that is imported, and
-            # torch's modules of settings are of a class that pickle does not know for modules.
+            # A function that contains `model.config` makes cloudpickle pickle torch.distributed.config, if that is
+            # imported. Such modules of settings have a class of their own, which pickle does not treat as a module.
             if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
                 return importlib.import_module, (obj.__name__,)
             return super().reducer_override(obj)

@@ -1,12 +1,12 @@
-"""What runs in the process of a rank that `Ranks` has started: one call after the other, until the parent ends it.
+"""The process of a rank that `Ranks` has started: it runs one call after the other, until the parent ends it.
 
-A rank leads a process group of its own. The processes that it starts belong to it: the workers of a DataLoader, say.
-`end_group` ends them and the rank together. The parent calls it if a call fails or the ranks are closed, the rank
-itself if its function raises or the parent is gone.
+A rank leads a process group of its own. The processes that it starts, such as the workers of a DataLoader, belong to
+that group, and `end_group` ends them and the rank together. The parent calls it if a call fails or the ranks are
+closed; the rank itself calls it if its function raises or the parent is gone.
 
     parent --- pipe ---> thread `_listen` --- queue ---> main thread `serve`
        ^                       |                              |
-       | <--- where it is -----+      <--- result, Failure ---+
+       | <--- stack -----------+      <--- result, Failure ---+
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from zero_mini.course.pickling import pack, unpack
 START_S = 120.0  # for all ranks to start and to find each other
 WHERE = b"where are you?"
 TIDY_UP = b"all ranks are done"
-# How a rank reports that it is *another* rank that went away, in the middle of a collective.
+# In the error of a collective: the *other* rank of a connection has ended.
 LOST_PEER = re.compile("closed by peer|reset by peer|broken pipe|connection refused|remote process exited", re.I)
 
 
@@ -53,17 +53,17 @@ class Failure:
 
 
 def end_group(leader: int) -> None:
-    """Kill the process group that the process `leader` leads, be that process alive or not."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or (macOS) only dead ones
+    """Kill the process group that the process `leader` leads, whether or not that process is alive."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty, or (macOS) has only dead ones
         os.killpg(leader, signal.SIGKILL)
 
 
 def serve(rank: int, pipe: Connection, output_path: str, environment: dict[str, str]) -> None:
-    """The life of a rank."""
+    """The main function of a rank's process."""
     os.setpgrp()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C that reaches it all the same; the parent decides
-    os.environ.update(environment)  # the forkserver has that of an earlier moment
-    # File descriptors, not only sys.stdout: what C++ code or a killed rank printed counts too.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C may reach this process too; the parent handles it
+    os.environ.update(environment)  # the forkserver has an older environment
+    # Redirect file descriptors, not only sys.stdout, to include output of C++ code and of a rank that is killed.
     output = os.open(output_path, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -74,7 +74,7 @@ def serve(rank: int, pipe: Connection, output_path: str, environment: dict[str, 
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     one_at_a_time = threading.Lock()
     threading.Thread(target=_listen, args=(pipe, calls, one_at_a_time), daemon=True).start()
-    gc.freeze()  # what torch is made of is no garbage: _tidy_up() need not look at 300,000 objects
+    gc.freeze()  # torch's 300,000 objects are never garbage: _tidy_up() need not scan them
     while True:
         call = calls.get()
         if call == TIDY_UP:
@@ -85,29 +85,30 @@ def serve(rank: int, pipe: Connection, output_path: str, environment: dict[str, 
         with one_at_a_time:
             pipe.send(reply)
         if isinstance(reply, Failure):
-            end_group(os.getpid())  # ranks that wait for this one in a collective fail at once, too
+            end_group(os.getpid())  # so that ranks that wait for this one in a collective fail at once
 
 
 def _fork_workers() -> None:
     """A DataLoader in this rank forks its workers, as torch does by default on Linux up to Python 3.13.
 
-    A forked worker has whatever the function has, also a Dataset of a notebook cell. A fork server, the default in a
-    process that came from one, would have to import the Dataset, and would spend seconds in `import torch`.
+    A forked worker has all objects of the function, also a Dataset of a notebook cell. A fork server, the default in a
+    process that a fork server started, would have to import the Dataset, and would spend seconds in `import torch`.
 
     Why this is safe: a forked process lacks the rank's threads (gloo's, autograd's, OpenMP's), so it hangs if it waits
-    for one. A worker computes with one thread, has no collectives, and leaves by os._exit, which frees nothing. Only
-    garbage is left: a process group joins its threads when Python frees it. So a worker frees nothing of the rank's.
+    for one. A worker computes with one thread, has no collectives, and exits by os._exit, which frees nothing. Garbage
+    remains a danger: a process group joins its threads when Python frees it. So gc.freeze() keeps the rank's objects.
     """
-    multiprocessing.current_process().daemon = False  # else there may be no workers
-    if sys.platform == "linux":  # elsewhere it is not safe for the system's own libraries
+    multiprocessing.current_process().daemon = False  # a daemon may not start workers
+    if sys.platform == "linux":  # elsewhere a fork is not safe for the system's own libraries
         multiprocessing.set_start_method("fork", force=True)
         os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _seed() -> None:
-    """Other random numbers than the other ranks and the next job, as under torchrun, until the function seeds them.
+    """Seed with different numbers on every rank and in every job, as under torchrun, until the function seeds them.
 
-    The fork server has imported torch and numpy, and with them their generators. (Python seeds its own when it forks.)
+    Without this, all ranks would inherit torch's and numpy's generators of the fork server. (Python's are reseeded in
+    a fork.)
     """
     torch.seed()
     if "numpy.random" in sys.modules:
@@ -115,7 +116,7 @@ def _seed() -> None:
 
 
 def _listen(pipe: Connection, calls: queue.SimpleQueue[bytes], one_at_a_time: threading.Lock) -> None:
-    """Pass calls to the main thread, say where it is when asked, and end the process when the parent is gone."""
+    """Pass calls to the main thread, answer WHERE with its stack, and end the process when the parent is gone."""
     while True:
         try:
             message = pipe.recv_bytes()
@@ -144,10 +145,10 @@ def _answer(rank: int, call: bytes) -> bytes | Failure:
 
 
 def _tidy_up() -> None:
-    """Leave the groups that the call made: each has sockets and three threads, one of which wakes 100 times a second.
+    """Destroy the groups that the call made: each has sockets and three threads, one of which wakes 100 times a second.
 
-    Only when all ranks are done may it be taken from the others. And what refers to it has to go: a model does, and is
-    in a cycle with its hooks.
+    A group can be destroyed only when all ranks are done. References to it must go too, such as those of a model, which
+    is in a cycle with its hooks: hence gc.collect().
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
@@ -156,7 +157,7 @@ def _tidy_up() -> None:
 
 
 def join(rank: int, world_size: int, backend: str, device: str, port: int, timeout_s: float) -> None:
-    """The first call of a rank: take its place in the job."""
+    """The first call of a rank: join the job."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // world_size))
     if device == "cuda":
@@ -166,6 +167,6 @@ def join(rank: int, world_size: int, backend: str, device: str, port: int, timeo
         store=dist.TCPStore("127.0.0.1", port, is_master=False),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout_s + START_S),  # never before our own, whose message says more
+        timeout=timedelta(seconds=timeout_s + START_S),  # later than the time-out of `Ranks`, whose message says more
         device_id=torch.device("cuda", rank) if backend == "nccl" else None,
     )

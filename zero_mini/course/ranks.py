@@ -17,10 +17,10 @@ The function may live anywhere: in a module, a notebook cell, a script, another 
       |------- pickled call ---------> |                             |
       |------- pickled call --------------------------------------> |
       |                                | <====== collectives ======> |
-      | <-- result, or what failed --- |                             |
-      | <-- result, or what failed --------------------------------- |
+      | <-- result, or failure ------- |                             |
+      | <-- result, or failure ------------------------------------- |
       v
-    prints what the ranks printed, in rank order; returns the results or raises RankError
+    prints the ranks' output, in rank order; returns the results or raises RankError
 
 Left out: several machines (torchrun does that), and output while the function still runs.
 """
@@ -46,11 +46,11 @@ from zero_mini.course.pickling import pack, unpack
 from zero_mini.course.rank_process import START_S, TIDY_UP, WHERE, Failure, end_group, join, serve
 from zero_mini.wire.lost_ranks import LostRank
 
-GRACE_S = 2.0  # after the first failure, for the other ranks to say what they saw
+GRACE_S = 2.0  # after the first failure, for the other ranks to report theirs
 
 
 class RankError(RuntimeError):
-    """A call that not every rank finished. The message begins with the root cause, `rank` is where that was."""
+    """A call that not every rank finished. The message begins with the root cause; `rank` is the rank of the cause."""
 
     def __init__(self, message: str, rank: int):
         super().__init__(message)
@@ -68,14 +68,14 @@ def run(
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` on `world_size` new ranks; return [rank 0's result, rank 1's, ...].
 
-    This is `Ranks` used once: its docstring has the arguments and the errors.
+    This uses `Ranks` once; see there for the arguments and the errors.
     """
     with Ranks(world_size, timeout_s, backend, device) as ranks:
         return ranks.run(function, *args, **kwargs)
 
 
 def own_device() -> torch.device:
-    """In a function on ranks: this rank's GPU if ranks talk by NCCL, else the CPU."""
+    """In a function on ranks: this rank's GPU if the backend is NCCL, else the CPU."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -84,16 +84,16 @@ def own_device() -> torch.device:
 class Ranks:
     """`world_size` processes that form one torch.distributed job and wait for functions to run.
 
-    In such a function `dist` is initialised, the CPU cores are shared out among the ranks, and on "cuda" each rank
+    In such a function `dist` is initialised, the CPU cores are divided among the ranks, and on "cuda" each rank
     has its current GPU. Each rank draws random numbers of its own until the function seeds them. Arguments and
     results are copied; a tensor on a GPU arrives on the CPU. Between calls a rank keeps its state (random generators,
     imported modules), but not the process groups that the function made.
 
     timeout_s: seconds that one call may take; the start of the processes does not count.
-    device:    "cpu" or "cuda"; None: "cuda" for nccl, or if the backend is left open and every rank can have a GPU.
+    device:    "cpu" or "cuda"; None: "cuda" for nccl, or if no backend is given and every rank can have a GPU.
     backend:   "gloo" or "nccl"; None: nccl on "cuda", gloo on "cpu".
 
-    ValueError if there can be no such job: less than one rank, or more nccl ranks than GPUs.
+    ValueError if such a job is impossible: less than one rank, or more nccl ranks than GPUs.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Ranks:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._processes: list[multiprocessing.process.BaseProcess] = []
-        weakref.finalize(self, _kill, self._processes)  # or when this process ends, if close() was forgotten
+        weakref.finalize(self, _kill, self._processes)  # if close() was forgotten; also when this process ends
         self._pipes: list[Connection] = []
         self._outputs: list[TextIO] = []
 
@@ -116,7 +116,7 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` on every rank; return [rank 0's result, rank 1's, ...].
 
-        RankError if a rank raises, exits, is killed or takes longer than `timeout_s`. All ranks are ended then, and
+        RankError if a rank raises, exits, is killed or takes longer than `timeout_s`. Then all ranks are ended, and
         the next call starts new ones.
         """
         call = pack((function, args, kwargs, _lines_without_a_file()))
@@ -134,30 +134,30 @@ class Ranks:
         return [unpack(result) for result in results]
 
     def close(self) -> None:
-        """End all ranks and print what they still had to say. The next `run` starts new ones."""
+        """End all ranks and print their remaining output. The next `run` starts new ones."""
         for pipe in self._pipes:
             pipe.close()
-        _kill(self._processes)  # an idle rank has nothing to put in order, and a stuck one would not hear
+        _kill(self._processes)  # an idle rank has nothing to clean up, and a stuck one would not react
         for process in self._processes:
             process.join(GRACE_S)
         self._print_outputs()
         for output in self._outputs:
             output.close()
-        for ended in (self._processes, self._pipes, self._outputs):
-            ended.clear()
+        for resources in (self._processes, self._pipes, self._outputs):
+            resources.clear()
 
     def _start(self) -> None:
-        # A forked copy of this process can hang for ever, because its threads are gone and their locks are not; a
-        # new interpreter a rank spends seconds in `import torch`. So one process without threads imports it once
-        # and forks every rank. (torch._dynamo: optimizers import it when they are first used, for over a second.)
+        # A forked copy of this process can hang for ever: it has no threads, but their locks stay locked. A new
+        # interpreter for each rank spends seconds in `import torch`. So one process without threads imports it once
+        # and forks every rank. (torch._dynamo: optimizers import it at their first use, which takes over a second.)
         context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
         if sys.platform == "linux":
             context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "cloudpickle"])
-        # The store through which ranks find each other lives here: it has a free port (0) before they start, and
-        # no rank takes it along when it dies.
+        # The parent serves the store through which ranks find each other: it gets a free port (0) before they start,
+        # and it survives every rank.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         joins = []
-        with tempfile.TemporaryDirectory() as folder:  # its files stay readable, being open, when it is gone
+        with tempfile.TemporaryDirectory() as folder:  # its files are open, so they stay readable after its removal
             for rank in range(self.world_size):
                 path = os.path.join(folder, str(rank))
                 self._outputs.append(open(path, "w+", encoding="utf-8", errors="replace", newline="\n"))
@@ -173,21 +173,21 @@ class Ranks:
                 joins.append(pack((join, place, {}, {})))
             self._call(joins, START_S)
         for output in self._outputs:
-            output.read()  # what libraries say when they start is not the function's output
+            output.read()  # skip what libraries print at start: it is not the function's output
 
     def _call(self, calls: list[bytes], timeout_s: float) -> list[bytes]:
-        """Give each rank its call; return each rank's packed result, or raise the RankError that says why not."""
+        """Give each rank its call; return each rank's packed result, or raise RankError with the reason."""
         for pipe, call in zip(self._pipes, calls):
-            with contextlib.suppress(OSError):  # a rank that died since the last call: found out below
+            with contextlib.suppress(OSError):  # the rank died since the last call: _reply() reports it below
                 pipe.send_bytes(call)
         results: dict[int, bytes] = {}
         failures: dict[int, Failure] = {}
         deadline = time.monotonic() + timeout_s
         while pending := [r for r in range(self.world_size) if r not in results and r not in failures]:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            patience_s = deadline - time.monotonic()
+            if patience_s <= 0:
                 break
-            wait([self._pipes[r] for r in pending] + [self._processes[r].sentinel for r in pending], left_s)
+            wait([self._pipes[r] for r in pending] + [self._processes[r].sentinel for r in pending], patience_s)
             for rank in pending:
                 reply = self._reply(rank)
                 if isinstance(reply, bytes):
@@ -202,15 +202,15 @@ class Ranks:
         return [results[rank] for rank in range(self.world_size)]
 
     def _reply(self, rank: int) -> "bytes | str | Failure | None":
-        """What the rank has sent, the news of its death, or None if it lives and has sent nothing."""
-        alive = self._processes[rank].exitcode is None  # asked first: the last words come before the death
+        """The rank's message, a Failure if the process has ended, or None if it runs and has sent nothing."""
+        alive = self._processes[rank].exitcode is None  # before poll(): a rank may send its last message and then end
         with contextlib.suppress(EOFError, OSError):
             if self._pipes[rank].poll():
                 return self._pipes[rank].recv()
             if alive:
                 return None
         self._processes[rank].join(GRACE_S)
-        _kill([self._processes[rank]])  # its workers have its sockets, too: now the other ranks see them close
+        _kill([self._processes[rank]])  # its workers share its sockets; other ranks see them close when all have ended
         code = self._processes[rank].exitcode
         what = f"exited with status {code} before its function returned"
         if code is not None and code < 0:
@@ -218,7 +218,7 @@ class Ranks:
         return Failure(rank, time.monotonic(), what)
 
     def _too_late(self, late: list[int], timeout_s: float) -> RankError:
-        """The time-out of ranks that did not fail either, with the line that each of them is at."""
+        """The error for ranks that neither finished nor failed in time, with the stack of each."""
         done = [rank for rank in range(self.world_size) if rank not in late]
         parts = [f"{_names(late)} did not finish within {timeout_s:g} s" + (f"; {_names(done)} did" if done else "")]
         for rank in late:
@@ -232,20 +232,20 @@ class Ranks:
     def _print_outputs(self) -> None:
         for rank, output in enumerate(self._outputs):
             for line in output:
-                shown = line.rstrip("\n").rpartition("\r")[2]  # of a progress bar, what a terminal shows in the end
-                print(f"[rank {rank}] {shown}" if self.world_size > 1 else shown)
+                text = line.rstrip("\n").rpartition("\r")[2]  # of a progress bar only the final state
+                print(f"[rank {rank}] {text}" if self.world_size > 1 else text)
 
 
 def _kill(processes: list[multiprocessing.process.BaseProcess]) -> None:
-    """End ranks, and what they have started."""
+    """End ranks and the processes that they have started."""
     for process in processes:
         end_group(process.pid)
-        process.kill()  # one so young that it has no group yet
+        process.kill()  # for a process that has just started and has no group yet
 
 
 def _root_cause_first(failures: list[Failure], pending: list[int]) -> RankError:
     failures = sorted(failures, key=lambda failure: failure.rank)
-    # A victim often reports before the rank that it lost: the clock decides only between failures of one sort.
+    # A victim often reports before the rank that caused its error, so times decide only between failures of one sort.
     cause = min(failures, key=lambda failure: (failure.is_victim, failure.when_s)).what
     alike = [failure for failure in failures if failure.what == cause]
     others = [failure for failure in failures if failure.what != cause]
@@ -264,7 +264,7 @@ def _names(ranks: list[int]) -> str:
 
 
 def _placement(world_size: int, backend: str | None, device: str | None) -> tuple[str, str]:
-    """(backend, device) with what was left open filled in."""
+    """(backend, device), with defaults in place of None."""
     gpus = torch.cuda.device_count()
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}: a job has 1 rank or more")
@@ -281,14 +281,14 @@ def _placement(world_size: int, backend: str | None, device: str | None) -> tupl
 
 
 def _lines_without_a_file() -> dict[str, tuple]:
-    # The source of notebook cells, so that the tracebacks of ranks can show it.
+    # The source of notebook cells, for the tracebacks of ranks.
     return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
 
 
 @contextlib.contextmanager
 def _main_hidden() -> Iterator[None]:
-    # multiprocessing runs the script of the parent again in each new process. Ours don't need it, as functions
-    # travel by value, and a script without `if __name__ == "__main__"` would start ranks that start ranks.
+    # multiprocessing runs the parent's script again in each new process. Ranks do not need it, because functions are
+    # pickled by value, and a script without `if __name__ == "__main__"` would start ranks that start ranks.
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:

@@ -1,4 +1,4 @@
-"""What training should cost in memory, by formula, and what it does cost, by looking.
+"""What training should cost in memory, by formula, and what it does cost, by listing its tensors.
 
 Paper: section 3 (where the memory goes), 5 (stages), 7 (volume), tables 1 and 2. Psi is the number
 of parameters, N the number of ranks; mixed precision with AdamW, where K = 12 bytes a parameter are
@@ -12,9 +12,9 @@ the fp32 master, the momentum and the variance:
 
 In fp32 a parameter is its own master: 4 + 4 + 8 bytes. Volumes have the factor (N-1)/N of a ring.
 
-Two ways to look. `walk` asks a handle for every tensor that it keeps alive and counts each distinct
-storage once. recorder.py trusts nobody: it sees every operation. A formula is a claim; where walk and
-recorder agree it is a fact.
+Two measurements. `walk` asks a handle for every tensor that it keeps alive and counts each distinct
+storage once. recorder.py does not depend on such a list: it sees every operation. The tests compare
+both with the formula.
 
 Left out: activations, which no handle keeps and no formula of the stages covers.
 """
@@ -26,9 +26,9 @@ from typing import Protocol
 
 import torch
 
-OPTIMIZERS = {"AdamW": 2, "SGD with momentum": 1, "SGD": 0}  # fp32 numbers that each keeps for a parameter
+OPTIMIZERS = {"AdamW": 2, "SGD with momentum": 1, "SGD": 0}  # fp32 numbers that it keeps for a parameter
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
-# The methods that return what a sparse tensor consists of. (indices() would refuse one that is not coalesced.)
+# The methods that return the parts of a sparse tensor. (indices() raises for one that is not coalesced.)
 SPARSE_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -52,7 +52,7 @@ def model_state_bytes(
 
     psi: elements. compute_dtype_bytes: 2 for bf16 and fp16 over an fp32 master, 4 for fp32.
     accumulate: gradients are summed over several micro-batches, in fp32. Section 5, figure 1.
-    optimizer: one of `OPTIMIZERS`; the paper's is Adam, the others are counted as it counts.
+    optimizer: one of `OPTIMIZERS`; the paper has Adam only, the others are counted in the same way.
 
     >>> model_state_bytes(7.5e9, 64, 1)
     {'parameters': 15000000000.0, 'gradients': 15000000000.0, 'optimizer': 1406250000.0}
@@ -64,7 +64,7 @@ def model_state_bytes(
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
     shard = psi / world_size
     gradient_bytes = 4 if accumulate else compute_dtype_bytes
-    # K: what the optimizer keeps; the master only where the parameters are not fp32 themselves.
+    # K: the optimizer's states, and the master where the parameters are not fp32 themselves.
     optimizer_bytes = 4 * OPTIMIZERS[optimizer] + (4 if compute_dtype_bytes == 2 else 0)
     return {
         "parameters": compute_dtype_bytes * (shard if stage >= 3 else psi),
@@ -81,7 +81,7 @@ def built_state_bytes(
     root_numel: float = 0,
     largest_unit_numel: float = 0,
 ) -> dict[str, float]:
-    """The same as `zero_mini` is built, which differs from the paper at stage 3 only.
+    """The same bytes as `zero_mini` allocates them, which differ from the paper at stage 3 only.
 
     There each gather starts from the fp32 master, so no 16-bit shard is kept: 14Psi/N. In exchange
     the root's parameters are whole, and two slots of the largest unit are always there.
@@ -89,13 +89,13 @@ def built_state_bytes(
     >>> sum(built_state_bytes(1000, 10, 3).values()), sum(model_state_bytes(1000, 10, 3).values())
     (1400.0, 1600.0)
     """
-    held = model_state_bytes(psi, world_size, stage, compute_dtype_bytes)
+    states = model_state_bytes(psi, world_size, stage, compute_dtype_bytes)
     if stage == 3:
         if compute_dtype_bytes == 2:
-            held["parameters"] = 0
-        held["parameters"] += compute_dtype_bytes * root_numel
-        held["communication"] = 2 * compute_dtype_bytes * largest_unit_numel
-    return held
+            states["parameters"] = 0
+        states["parameters"] += compute_dtype_bytes * root_numel
+        states["communication"] = 2 * compute_dtype_bytes * largest_unit_numel
+    return states
 
 
 def wire_numel(psi: float, world_size: int, stage: int, micro_batches: int = 1) -> float:
@@ -116,7 +116,7 @@ def wire_numel(psi: float, world_size: int, stage: int, micro_batches: int = 1) 
 def largest_model(device_bytes: float, world_size: int, stage: int, mp: int = 1) -> float:
     """Parameters whose states fill devices of `device_bytes`, with `mp`-way model parallelism.
 
-    Table 2's theory: nothing is left for activations.
+    As in the theoretical part of table 2, no memory is reserved for activations.
 
     >>> largest_model(32e9, 64, 0) / 1e9, largest_model(32e9, 64, 3, mp=16) / 1e9
     (2.0, 2048.0)
@@ -144,7 +144,7 @@ class Owner(Protocol):
 
 @dataclass
 class PlainTraining:
-    """One model and its optimizer in plain PyTorch, listed as the handle of `zeroify` lists itself.
+    """One model and its optimizer in plain PyTorch, as an `Owner`.
 
     >>> model = torch.nn.Linear(10, 10, bias=False)
     >>> walk(PlainTraining(model, torch.optim.SGD(model.parameters())))["parameters"]
@@ -171,11 +171,11 @@ def walk(owner: Owner, device: torch.device | str | None = None) -> dict[str, in
     A storage that two tensors share belongs to the category named first. `device` limits the count
     to one type of device ("cpu", "cuda"). ValueError if a category is not one of `CATEGORIES`.
     """
-    held = dict.fromkeys(CATEGORIES, 0)
+    nbytes = dict.fromkeys(CATEGORIES, 0)
     for category, storage in distinct_storages(owner):
         if device is None or storage.device.type == torch.device(device).type:
-            held[category] += storage.nbytes()
-    return held
+            nbytes[category] += storage.nbytes()
+    return nbytes
 
 
 def distinct_storages(owner: Owner) -> Iterator[tuple[str, torch.UntypedStorage]]:
@@ -184,7 +184,7 @@ def distinct_storages(owner: Owner) -> Iterator[tuple[str, torch.UntypedStorage]
         if category not in CATEGORIES:
             raise ValueError(f"{label!r} is listed as {category!r}, which is none of {CATEGORIES}")
         for storage in storages_of(tensor):
-            # A meta storage says how large it would be; it has no memory.
+            # A meta storage has a size but no memory.
             if storage._cdata not in seen and storage.device.type != "meta":
                 seen.add(storage._cdata)
                 yield category, storage

@@ -1,12 +1,12 @@
 """Free memory that cannot be used, and the paper's remedy: long-lived tensors in one piece that is allocated once.
 
-    reserved   [xxxxxx......][xxxxxx......][xxxxxx......]     x: kept   .: free, 18 in all
-    asked for  [........]                                     8 in one piece: none of the holes is that large
+    reserved   [xxxxxx......][xxxxxx......][xxxxxx......]     x: in use   .: free, 18 in all
+    asked for  [........]                                     8 in one piece: no hole is that large
 
 Source: arXiv 1910.02054, section 3.2 (over 30 % of memory free at an out-of-memory) and 6.3 (M_D). Slots and flat
 buffers are such pieces for parameters and gradients; `Arena` is one for checkpointed activations.
 
-Left out: moving tensors together; the driver's own paging (expandable_segments), which hides holes of whole pages.
+Left out: compaction of tensors; the driver's paging (expandable_segments), which reuses holes of whole pages.
 """
 
 import weakref
@@ -22,7 +22,7 @@ ALIGN = 512  # bytes, as torch's allocator rounds
 
 @dataclass(frozen=True)
 class Fragmentation:
-    """What an allocator has, in bytes."""
+    """The state of an allocator, in bytes."""
 
     reserved_bytes: int  # taken from the GPU
     allocated_bytes: int  # in use
@@ -30,7 +30,7 @@ class Fragmentation:
 
     @property
     def free_bytes(self) -> int:
-        """In all holes together."""
+        """Bytes in all holes together."""
         return self.reserved_bytes - self.allocated_bytes
 
     @property
@@ -44,13 +44,13 @@ class Fragmentation:
 
 
 def fragmentation() -> Fragmentation:
-    """Of torch's allocator on the current CUDA device, now."""
+    """The state of torch's allocator on the current CUDA device, now."""
     here = torch.cuda.current_device()
     return of_segments([segment for segment in torch.cuda.memory_snapshot() if segment["device"] == here])
 
 
 def of_segments(segments: list[dict]) -> Fragmentation:
-    """Of segments as `torch.cuda.memory_snapshot` lists them.
+    """The state of an allocator with these segments, as `torch.cuda.memory_snapshot` lists them.
 
     >>> block = {"active_allocated": 6, "inactive": 4}
     >>> segment = {"total_size": 10, "blocks": [{"size": n, "state": state} for state, n in block.items()]}
@@ -65,7 +65,7 @@ def of_segments(segments: list[dict]) -> Fragmentation:
 
 @dataclass(eq=False)
 class Parcel:
-    """Copies that lie in an arena, and where the last one ends."""
+    """Copies in an arena, and the byte at which the last one ends."""
 
     end: int
     copies: list[Tensor]
@@ -74,23 +74,23 @@ class Parcel:
 class Arena:
     """One piece of memory for the checkpointed inputs of a forward, allocated once (M_D).
 
-    Stands where HostMemory may stand: `checkpoint(block, x, host=Arena(...))`. Inputs are copied in one after the
-    other and taken out from the last to the first, as backward comes to them, so there is never a hole.
+    Used in place of a HostMemory: `checkpoint(block, x, host=Arena(...))`. Forward copies inputs in one after the
+    other, and backward takes them out from the last to the first, so there is never a hole.
     """
 
     def __init__(self, nbytes: int, device: torch.device | str) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.inside: list[weakref.ref[Parcel]] = []  # the last one put in is the last here
+        self.inside: list[weakref.ref[Parcel]] = []  # in the order of put()
 
     @property
     def used_bytes(self) -> int:
-        """Up to where parcels lie. One whose graph is gone needs no room any more."""
+        """Bytes up to the end of the last parcel. Parcels whose graph was freed are dropped first."""
         while self.inside and self.inside[-1]() is None:
             self.inside.pop()
         return self.inside[-1]().end if self.inside else 0
 
     def tensors(self) -> list[Tensor]:
-        """All that it keeps alive: the one piece, used or not."""
+        """The tensors that it keeps alive: the one piece, used or not."""
         return [self.memory]
 
     def host_tensors(self) -> list[Tensor]:
@@ -98,7 +98,7 @@ class Arena:
         return []
 
     def put(self, tensors: list[Tensor]) -> Parcel:
-        """Copies of the tensors. RuntimeError if there is no room for them."""
+        """Copy the tensors into the arena. RuntimeError if there is no room for them."""
         end, copies = self.used_bytes, []
         for tensor in tensors:
             start, end = end, end + round_up(tensor.nbytes, ALIGN)
@@ -115,7 +115,7 @@ class Arena:
         return parcel
 
     def take(self, parcel: Parcel) -> list[Tensor]:
-        """The copies; from now on their room is free. RuntimeError if they are not the last ones that were put in."""
+        """The copies of a parcel, whose room is free from now on. RuntimeError if it is not the last one put in."""
         if self.used_bytes != parcel.end or self.inside[-1]() is not parcel:
             raise RuntimeError(
                 f"an arena gives back what was put in last ({self.used_bytes:,} bytes in), and is asked for what ends "

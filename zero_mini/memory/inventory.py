@@ -1,11 +1,11 @@
-"""What a stage keeps alive, by what it is for and where it waits, and what it sent.
+"""What a stage keeps alive, by category and by place, and what it sent.
 
-    parameters      what the model computes with; without mixed precision the master copy is that
-    gradients       in a flat buffer or on the wire, and what autograd has brought
-    optimizer       its states, and in mixed precision the fp32 master (the paper's K = 12 counts it so)
-    activations     inputs of checkpointed blocks that wait at the host or in an arena; autograd's are not in reach
-    communication   stage 3's slots; what offload copies up from
-    other           buffers of the model, and the numbers that give parameters out of turn their shapes
+    parameters      what the model computes with; without mixed precision this is the master copy
+    gradients       in a flat buffer, in flight, or in .grad
+    optimizer       its states, and in mixed precision the fp32 master (the paper counts it in K = 12)
+    activations     inputs of checkpointed blocks on the host or in an arena; autograd's own cannot be listed
+    communication   stage 3's slots; the buffers from which offload copies to the device
+    other           buffers of the model, and the NaN views of parameters that are not gathered
 
 A storage that is listed twice is counted once (`memory.walk`), so views do no harm. Stage 3 adds its
 slots (`Zero3.tensors`), an update what it keeps elsewhere (`tensors` in update/).

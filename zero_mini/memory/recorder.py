@@ -1,10 +1,10 @@
-"""Every allocation of a region, by what it is for and when it lived: what really happened, on a CPU or a GPU.
+"""Every allocation of a region, with its category and lifetime, on a CPU or a GPU.
 
     before each operation   which storages are gone?       (weak references)
     after it                which are new?                 a Block, and an Event with its bytes
-    at each mark            what does the owner call them? (memory.Owner)
+    at each mark            which category has each?       the owner's list (memory.Owner)
 
-Left out: what no operation returns. That is what a kernel allocates and frees within itself, the buffers of gloo and
+Left out: memory that no operation returns: what a kernel allocates and frees within itself, the buffers of gloo and
 NCCL, the CUDA context, cuBLAS workspaces and the rounding and fragmentation of the CUDA allocator.
 """
 
@@ -22,9 +22,9 @@ aten = torch.ops.aten
 
 
 def live_bytes(device: torch.device | str, recorder: "Recorder | None" = None) -> int:
-    """Bytes alive on `device`: as the allocator counts on CUDA, as `recorder` counts on the CPU.
+    """Bytes alive on `device`: the allocator's count on CUDA, the count of `recorder` on the CPU.
 
-    ValueError for the CPU without a recorder, since torch does not count there.
+    ValueError for the CPU without a recorder, because torch does not count CPU memory.
     """
     if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated(device)
@@ -35,17 +35,17 @@ def live_bytes(device: torch.device | str, recorder: "Recorder | None" = None) -
 
 @dataclass
 class Block:
-    """One storage, from birth to death. What it was for may become clear after its death."""
+    """One storage, from allocation to free. Its category may be set after it was freed."""
 
-    storage: weakref.ref  # dies with the memory, not with the last Python name for it
+    storage: weakref.ref  # dead when the memory is freed, not when the last Python name goes
     nbytes: int
-    born: int  # index of a moment; -1 if it was there before the region
+    born: int  # index of a moment; -1 if it existed before the region
     category: str = "other"
 
 
 @dataclass
 class Event:
-    """A block appears, grows, shrinks or dies by `delta_bytes`."""
+    """A block is allocated, resized or freed: a change by `delta_bytes`."""
 
     moment: int  # index into Recorder.moments
     op: str  # the operation that allocated it, or "free", "resize", "known", "found"
@@ -67,17 +67,17 @@ class Recorder(TorchDispatchMode):
             recorder.mark("forward")
             ...
 
-    A storage has one category for all its life. The owner's word, asked at each mark, counts most.
-    Where it has none: a gradient is what autograd gives to a leaf (with re-entrant checkpointing a
-    block's input is one too); a communication buffer is what a collective is given; an activation
-    is what a moment called "forward" leaves behind, or what checkpointing recomputes in backward,
-    its temporaries included. The rest is other.
+    A storage has one category for all its life. The owner is asked at each mark; its answer overrides
+    all others. A storage that it does not list is a gradient if autograd accumulates it into a leaf
+    (with re-entrant checkpointing a block's input is a leaf too), a communication buffer if it is
+    passed to a collective, an activation if it is still alive at the end of a moment called "forward"
+    or if checkpointing recomputes it in backward, temporaries included. The rest is other.
 
-    Frees and resizes are noticed at the next operation, mark or question; none is missed. A tensor
+    Frees and resizes are noticed at the next operation, mark or query; none is missed. A tensor
     from before the region counts from its first use ("found") unless it is in `known` or the owner
-    lists it. Backward is seen on CUDA too: autograd takes the mode along into its threads. Costs:
+    lists it. Backward is seen on CUDA too, because autograd passes the mode on to its threads. Costs:
     every operation looks at all live storages (about 10 times slower for small tensors), and where
-    gradients meet autograd adds out of place, as it does while any dispatch mode is on.
+    gradients are summed autograd adds out of place, as it does while any dispatch mode is on.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = (), device: str = "cpu") -> None:
@@ -86,19 +86,19 @@ class Recorder(TorchDispatchMode):
         self.events: list[Event] = []
         self.moments: list[tuple[str, int]] = [("start", 0)]  # (label, index of its first event)
         self.peak_bytes = 0
-        self._live: dict[int, Block] = {}  # by address, which is free again only after a death
+        self._live: dict[int, Block] = {}  # by address, which is unique among live storages
         self._live_bytes = 0
         self._owner: Owner | None = None
         for tensor in known:
             self._meet_all(tensor, "known")
 
     def follow(self, owner: Owner) -> None:
-        """From now on `owner` says which storage is what."""
+        """From now on ask `owner` for categories."""
         self._owner = owner
         self._look()
 
     def mark(self, label: str) -> None:
-        """Starts a moment. What one called "forward" leaves behind are activations."""
+        """Start a moment. Storages that a moment called "forward" leaves alive are activations."""
         self._look()
         if self.moments[-1][0] == "forward":
             for block in self._live.values():
@@ -109,11 +109,11 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, exc_type, exc_value, traceback):
         if exc_type is None:
             self._look()
-        self._live.clear()  # what dies after the region is no part of its story
+        self._live.clear()  # frees after the region are not recorded
         return super().__exit__(exc_type, exc_value, traceback)
 
     def live_bytes(self) -> int:
-        """Bytes alive now; after the region, at its end."""
+        """Bytes alive now; after the region, those at its end."""
         self._notice_the_dead()
         return self._live_bytes
 

@@ -1,12 +1,11 @@
-"""What a profiler saw on a GPU: which kernels ran when, and how much of the wire hid behind compute.
+"""A GPU's profile: which kernels ran when, and how much communication overlapped compute.
 
     compute    ####matmul####  ##matmul##      ##adam##
     wire           ====gather====      ===reduce===
-    exposed                      ......            <- the wire works, and no kernel computes
+    exposed                      ......            <- a collective runs, and no kernel computes
 
 A collective *overlaps compute* if any other kernel runs at some moment of it, and *a matmul* if a matrix product
-does; *exposed* is the time in which collectives run and nothing else does: what communication adds to a step. Times
-are microseconds.
+does; *exposed* is the time in which only collectives run: what communication adds to a step. Times are microseconds.
 
 Left out: the host's side; a trace's arrows between launch and kernel.
 """
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-# The first that occurs in a kernel's name says what it is for.
+# The first kind with a word that occurs in a kernel's name is its kind.
 KINDS = {
     "collective": ("nccl", "memcpy ptop"),  # a copy between GPUs is a gather by the copy engines
     "attention": ("flash", "fmha", "cudnn_generated"),
@@ -51,8 +50,8 @@ class Kernel:
 
 
 def record(function: Callable[[], None]) -> list[Kernel]:
-    """Run `function` under torch's profiler; what it ran on this process's GPU, in order of start."""
-    with profile(activities=[ProfilerActivity.CUDA]):  # the first start takes a while, in which ranks drift apart
+    """Run `function` under torch's profiler; the kernels that it ran on this process's GPU, in order of start."""
+    with profile(activities=[ProfilerActivity.CUDA]):  # the first start is slow, and not equally slow on all ranks
         torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
         function()
@@ -65,16 +64,16 @@ def record(function: Callable[[], None]) -> list[Kernel]:
 
 def read(trace: dict) -> list[Kernel]:
     """The kernels of a Chrome trace as torch writes it."""
-    found = [
+    kernels = [
         Kernel(event["name"], event["args"]["stream"], event["ts"], event["ts"] + event["dur"])
         for event in trace["traceEvents"]
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     ]
-    return sorted(found, key=lambda kernel: kernel.start)
+    return sorted(kernels, key=lambda kernel: kernel.start)
 
 
 def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans that touch or overlap, joined; in order.
+    """The spans in order; those that touch or overlap are joined.
 
     >>> union([(4, 5), (0, 2), (1, 3)])
     [(0, 3), (4, 5)]
@@ -98,7 +97,7 @@ def length(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def overlapping(spans: list[tuple[float, float]], others: list[tuple[float, float]]) -> int:
-    """How many of the spans share a moment with at least one of the others.
+    """How many of the spans overlap at least one of the others.
 
     >>> overlapping([(0, 2), (3, 4)], [(1, 3)])
     1

@@ -1,9 +1,9 @@
-"""Does the model fit this machine? Asked before anything is allocated.
+"""Does the model fit this machine? A check before anything is allocated.
 
     needed, a rank    memory.model_state_bytes: parameters, gradients and optimizer states at the end of a backward
-    there             a GPU's memory; or what is free of the host's, of which each rank here has its part
+    there             a GPU's memory; or the host's free memory, divided by the number of ranks on it
 
-Model states alone are a lower bound: what they exceed cannot train. Activations may still be too much.
+Model states alone are a lower bound: if they do not fit, the model cannot train. Activations may still be too large.
 
 Left out: host memory under --offload, and swap.
 """
@@ -22,7 +22,7 @@ PROCESS_BYTES = 3e8  # Python and torch themselves
 
 
 def check_memory(options: Options, config: GPTConfig, device: torch.device, dtype: torch.dtype, place: Place) -> None:
-    """ValueError if the model states of a rank cannot fit, with what would."""
+    """ValueError if the model states of a rank cannot fit; it names the options that would."""
     if options.offload:
         return
     there = memory_of(device, place)
@@ -46,20 +46,20 @@ def states(config: GPTConfig, stage: int, dtype: torch.dtype, place: Place) -> f
 
 
 def memory_of(device: torch.device, place: Place) -> float:
-    """Bytes that one rank can have."""
+    """Bytes available to one rank."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host_bytes() / place.local_world_size - PROCESS_BYTES
 
 
 def host_bytes(root: Path = Path("/")) -> float:
-    """What is free of the host's memory, or its control group's limit; infinite where the system does not say."""
-    found = [float("inf")]
+    """The host's free memory, or its control group's limit if that is lower; infinite if the system reports neither."""
+    limits = [float("inf")]
     meminfo, limit = root / "proc/meminfo", root / "sys/fs/cgroup/memory.max"
     if meminfo.is_file():
-        found += [
+        limits += [
             1024 * int(line.split()[1]) for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")
         ]
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        found.append(int(text))
-    return min(found)
+        limits.append(int(text))
+    return min(limits)

@@ -1,4 +1,4 @@
-"""GPT-2 as every lesson uses it: the smallest model that is still the real thing.
+"""GPT-2, the model of all lessons.
 
 Source: Radford et al. 2019 (GPT-2), the model that the paper trains (arXiv 1910.02054, section 10).
 
@@ -16,8 +16,8 @@ Parameters, with Psi as in the paper and V the vocabulary:
 
     Psi = V d + T d + L (12 d^2 + 13 d) + 2 d
 
-For ZeRO a block is a unit, and all the rest is the root. The head is tied to `wte` by *use*: the forward
-multiplies by `wte.weight`, so there is one Parameter under one name and `state_dict` holds it once.
+For ZeRO a block is a unit, and all other parameters are the root. The head is tied to `wte` by *use*: the
+forward multiplies by `wte.weight`, so there is one Parameter under one name and `state_dict` holds it once.
 
 Shapes: B sequences, T tokens in each, d channels, V vocabulary.
 
@@ -36,7 +36,7 @@ from zero_mini.activations.chunked_loss import cross_entropy_in_chunks
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model; a shape that cannot be built raises ValueError.
+    """The shape of a model. ValueError if such a model cannot be built.
 
     >>> GPTConfig(L=2, d=130, heads=4)
     Traceback (most recent call last):
@@ -65,7 +65,7 @@ class GPTConfig:
             )
 
 
-# GPT-2 has 50257 tokens; 50304 is the next multiple of 128, which matrix units prefer.
+# GPT-2 has 50257 tokens; 50304 is the next multiple of 128, a size at which matrix products are faster.
 PRESETS = {
     "nano": GPTConfig(L=8, d=96, heads=4, T=64),
     "124M": GPTConfig(L=12, d=768, heads=12, vocab=50304, T=1024),
@@ -86,11 +86,12 @@ def parameter_count(config: GPTConfig) -> int:
 
 
 def flops_per_token(config: GPTConfig) -> int:
-    """Floating-point operations that training spends on a token, forward and backward: 6 Psi + 12 L d T.
+    """Floating-point operations for one token, forward and backward: 6 Psi + 12 L d T.
 
     Source: arXiv 2204.02311 (PaLM), appendix B. A multiply and an add for every parameter in forward and
-    twice that in backward; 12 d T a block for the attention scores and their weighted sum, causal mask
-    not deducted. `wpe` multiplies nothing but is counted: 0.6 % of Psi at 124M and less above.
+    twice that in backward; 12 d T a block for the attention scores and their weighted sum, without a
+    discount for the causal mask. `wpe` is counted though it multiplies nothing: 0.6 % of Psi at 124M, and
+    less for larger models.
 
     >>> flops_per_token(GPTConfig(L=1, d=8, heads=1, vocab=16, T=4)) - 12 * 1 * 8 * 4
     6288
@@ -135,8 +136,8 @@ class GPT(nn.Module):
 
     `forward(tokens)` gives logits (B, T, V) in the dtype of the parameters; `forward(tokens, targets)` gives the
     mean cross entropy in nats as an fp32 scalar. Both arguments are (B, T) int64; more than `config.T` tokens
-    raise ValueError. With `loss_chunks` only a part of the tokens have logits at a time
-    (activations/chunked_loss.py). Built under `torch.device("meta")`, it takes its values from `init_weight` later.
+    raise ValueError. With `loss_chunks` > 1 logits are computed for a part of the tokens at a time
+    (activations/chunked_loss.py). If it is built under `torch.device("meta")`, call `init_weight` for its values later.
     """
 
     def __init__(self, config: GPTConfig, loss_chunks: int = 1) -> None:
@@ -161,7 +162,7 @@ class GPT(nn.Module):
         return F.linear(x, self.wte.weight) if targets is None else self.loss(x, targets)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross entropy of (B, T, d) against (B, T). Apart, so that it can be compiled or replaced."""
+        """The mean cross entropy of (B, T, d) against (B, T). A method, so that it can be compiled or replaced."""
         return cross_entropy_in_chunks(x.flatten(0, 1), self.wte.weight, targets.flatten(), self.loss_chunks)
 
 
@@ -185,17 +186,17 @@ def init_weight(name: str, tensor: Tensor, L: int) -> None:
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Optimizer groups that decay matrices (ndim >= 2) and spare biases and norms.
+    """Optimizer groups: weight decay for matrices (ndim >= 2), none for biases and norms.
 
-    A tied parameter comes once, frozen ones are left out, and so is a group without parameters.
+    A tied parameter occurs once; frozen ones are left out, and so is a group without parameters.
 
     >>> [(g["weight_decay"], len(g["params"])) for g in param_groups(nn.Linear(2, 2), 0.1)]
     [(0.1, 1), (0.0, 1)]
     """
-    trained = [p for p in model.parameters() if p.requires_grad]  # parameters() names a shared one once
+    trainable = [p for p in model.parameters() if p.requires_grad]  # parameters() lists a shared one once
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -210,9 +211,9 @@ def generate(
 ) -> Tensor:
     """Continue `tokens` (B, T0) by `steps` sampled tokens: (B, T0 + steps). Temperature 0 takes the likeliest.
 
-    Under stage 3 a forward is a collective, so every rank must call this with the same arguments; it stops
-    after `steps` tokens and never earlier. Tokens are drawn on the CPU by `generator` (a CPU one): ranks that
-    seeded theirs alike write the same text. The model sees the last `config.T` tokens, in eval mode.
+    Under stage 3 a forward is a collective, so every rank must call this with the same arguments, and it always
+    generates `steps` tokens. They are drawn on the CPU by `generator` (a CPU one): with the same seed all ranks
+    write the same text. The model sees the last `config.T` tokens, in eval mode.
     """
     if tokens.shape[1] == 0 or temperature < 0:
         raise ValueError(f"need a token to continue and temperature >= 0 (got {tokens.shape[1]} tokens, {temperature})")

@@ -1,16 +1,16 @@
-"""Before training: which rank is this, which device is its own, and do all ranks want the same?
+"""Before training: which rank is this, which device does it use, and do all ranks have the same options?
 
-torchrun tells each process its place through environment variables (RANK, WORLD_SIZE, MASTER_ADDR and so on); a
-process without them is a job of one rank.
+torchrun gives each process its place in environment variables (RANK, WORLD_SIZE, MASTER_ADDR and so on); a process
+without them is a job of one rank.
 
-A collective hangs if a rank is missing or called it with other sizes. So before the first one there is a roll call,
-through the key-value store by which ranks find each other, whose every wait has a time-out:
+A collective hangs if a rank is missing or calls it with other sizes. So before the first one there is a roll call,
+through the key-value store by which ranks find each other; each wait there has a time-out:
 
     rank 0   writes "rank 0", waits for all the others, judges, writes "verdict"
     rank 1   writes "rank 1", waits for                             "verdict"
 
-Each word is what a rank was asked to do and what speaks against it, if anything. If the verdict is that they cannot
-start, rank 0 says why and all leave.
+Under its name a rank writes its options, and its problem if it has one. If the verdict is that they cannot start,
+rank 0 prints the reason and all exit.
 
 Left out: elastic jobs, whose number of ranks changes.
 """
@@ -30,18 +30,18 @@ import torch.distributed as dist
 
 
 class Refusal(Exception):
-    """A reason not to train that lies outside this program. Every rank knows of it, so that rank 0 alone says it."""
+    """A reason not to train, other than a bug. It is raised on every rank, and only rank 0 prints it."""
 
-    status = 2  # of the process that ends for it
+    status = 2  # exit status of the process
 
 
 class OwnRefusal(Refusal):
-    """One that this rank alone may know of, and says itself."""
+    """A reason that may exist on this rank alone, so this rank prints it."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which of the job's processes this is."""
+    """The place of this process in the job."""
 
     rank: int
     world_size: int
@@ -50,7 +50,7 @@ class Place:
 
 
 def find_place(environ: Mapping[str, str]) -> Place:
-    """Read this process's place from `environ`; OwnRefusal if it cannot be.
+    """Read this process's place from `environ`; OwnRefusal if its variables are incomplete or wrong.
 
     >>> find_place({})
     Place(rank=0, world_size=1, local_rank=0, local_world_size=1)
@@ -82,7 +82,7 @@ def find_place(environ: Mapping[str, str]) -> Place:
 def find_device(device: str, backend: str, place: Place) -> tuple[torch.device, str]:
     """This rank's device and the backend of its collectives; "auto" takes GPUs and NCCL where there are any.
 
-    Never falls back in silence: too few GPUs for the ranks raise ValueError.
+    ValueError, and no fallback, if there are too few GPUs for the ranks.
     """
     gpus = torch.cuda.device_count()
     if device == "auto":
@@ -101,14 +101,15 @@ def find_device(device: str, backend: str, place: Place) -> tuple[torch.device, 
 def open_store(place: Place, environ: Mapping[str, str], time_out: timedelta) -> dist.Store:
     """The store that all ranks share: torchrun's, or rank 0's; OwnRefusal if it cannot be reached or opened."""
     if place.world_size == 1:
-        return dist.HashStore()  # nobody to find, so no port to open
+        return dist.HashStore()  # no other ranks, so no port is needed
     try:
         host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
         raise OwnRefusal(
             f"{place.world_size} ranks need MASTER_ADDR and MASTER_PORT ({error}); torchrun sets both"
         ) from error
-    # torchrun may serve the store itself; if it starts the ranks anew, they must not read what the dead ones wrote.
+    # torchrun may serve the store itself. If it restarts the ranks, they must not read the entries of the dead ones:
+    # hence the prefix below.
     opens = place.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = dist.TCPStore(host, port, is_master=opens, timeout=time_out, wait_for_workers=False)
@@ -132,7 +133,7 @@ def roll_call(store: dist.Store, place: Place, arguments: dict, problem: str | N
 
 
 def judge_all(store: dist.Store, place: Place, time_out: timedelta) -> str | None:
-    """Rank 0 waits for every rank's word, and publishes why they cannot start, or that they can."""
+    """Rank 0 waits for every rank's entry, then publishes why they cannot start, or that they can."""
     names = [f"rank {rank}" for rank in range(place.world_size)]
     try:
         store.wait(names, time_out)
@@ -148,18 +149,18 @@ def judge_all(store: dist.Store, place: Place, time_out: timedelta) -> str | Non
 
 
 def wait_for_verdict(store: dist.Store, place: Place, time_out: timedelta) -> str | None:
-    """What rank 0 found; OwnRefusal if it never came."""
+    """The verdict of rank 0; OwnRefusal if none comes."""
     try:
-        store.wait(["verdict"], 2 * time_out)  # rank 0 itself may take one to miss someone
+        store.wait(["verdict"], 2 * time_out)  # twice, because rank 0 itself waits one time-out for missing ranks
         return json.loads(store.get("verdict"))
     except dist.DistStoreError as error:
         raise OwnRefusal(f"rank {place.rank} waited for rank 0 in vain; start all ranks") from error
     except dist.DistNetworkError:
-        sys.exit(2)  # rank 0 kept the store; it has said why, and left
+        sys.exit(2)  # rank 0 served the store; it has printed the reason and exited
 
 
 def judge(words: list[tuple[dict, str | None]]) -> str | None:
-    """Why ranks that say these `words`, (arguments, problem), cannot start; None if they can.
+    """Why ranks that wrote these `words`, (arguments, problem), cannot start; None if they can.
 
     >>> judge([({"lr": 0.001}, None), ({"lr": 0.01}, None)])
     'ranks disagree on --lr: rank 0 has 0.001, rank 1 has 0.01'
@@ -179,10 +180,10 @@ def judge(words: list[tuple[dict, str | None]]) -> str | None:
 
 
 def leave(refusal: Refusal, place: Place, store: dist.Store | None, environ: Mapping[str, str]) -> NoReturn:
-    """Exit with the refusal's status, and say why in one line if it is this rank's to say.
+    """Exit with the refusal's status; print the reason in one line if this rank is the one to print it.
 
-    torchrun prints a report of its own after a rank has failed, and takes the reason from a file that it names: so that
-    line is the end of the report too.
+    torchrun prints a report after a rank has failed, and reads the reason from a file that it names: the same line is
+    written there, so it ends the report.
     """
     own = isinstance(refusal, OwnRefusal)
     line = f"train_gpt.py: error: {refusal}"
@@ -193,13 +194,13 @@ def leave(refusal: Refusal, place: Place, store: dist.Store | None, environ: Map
         with contextlib.suppress(OSError):
             Path(environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": reason}))
     if not own:
-        # torchrun ends the others as soon as one rank has left: that must not be before rank 0 has spoken. And
-        # rank 0, which may keep the store, must not leave before they have heard it.
-        heard = [f"heard {rank}" for rank in range(1, place.world_size)]
+        # torchrun ends the others as soon as one rank has exited: rank 0 must have printed by then. And rank 0, which
+        # may serve the store, must not exit before the others have read "said".
+        answers = [f"heard {rank}" for rank in range(1, place.world_size)]
         with contextlib.suppress(dist.DistError):
             if place.rank == 0:
                 store.set("said", "")
-                store.wait(heard, timedelta(seconds=2))
+                store.wait(answers, timedelta(seconds=2))
             else:
                 store.wait(["said"], timedelta(seconds=10))
                 store.set(f"heard {place.rank}", "")

@@ -1,4 +1,4 @@
-"""Every flag of train_gpt.py: one frozen dataclass is the source of names, defaults, bounds and help."""
+"""Every flag of train_gpt.py: one frozen dataclass defines names, defaults, bounds and help."""
 
 import argparse
 import dataclasses
@@ -10,7 +10,7 @@ from zero_mini.trainer.gpt import PRESETS
 
 
 def option(default, meaning: str, *, least=None, above=None, choices=None, also=()):
-    """A field that is a flag: `least` and `above` bound its number, from below and strictly; `also` are synonyms."""
+    """A field that is a flag: its number is >= `least` or > `above`; `also` are synonyms of its name."""
     metadata = dict(help=meaning, least=least, above=above, choices=choices, also=also)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -27,7 +27,7 @@ class Options:
     stage: int = option(2, "of ZeRO; 0 is plain data parallelism", choices=(0, 1, 2, 3))
     model: str = option("nano", "a preset shape; --L, --d, --heads change it", choices=tuple(PRESETS))
     L: int | None = option(None, "blocks", least=1)
-    # Up to Python 3.11 torchrun stops at "--d", even behind the script's name: it begins two of its own flags.
+    # Up to Python 3.11 torchrun rejects "--d", even after the script's name: it is a prefix of two of its own flags.
     d: int | None = option(None, "channels, a multiple of --heads", least=1, also=("--width",))
     heads: int | None = option(None, "attention heads", least=1)
     data: str | None = option(None, "text file, or folder of them; else Python's own reference")
@@ -124,7 +124,7 @@ def flag(f: dataclasses.Field) -> str:
 
 
 def parse(argv: list[str]) -> Options:
-    """Arguments -> Options; ValueError, in one line, for what is no flag or no possible value."""
+    """Arguments -> Options; ValueError, in one line, for an unknown flag or an impossible value."""
 
     class Parser(argparse.ArgumentParser):
         def error(self, message):

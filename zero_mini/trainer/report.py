@@ -1,7 +1,7 @@
-"""What a run leaves behind: tables on the screen, and a folder with metrics and weights.
+"""The output of a run: tables on the screen, and a folder with metrics and weights.
 
     DIR/config.json     every argument, the model's shape, the number of ranks
-    DIR/metrics.jsonl   one JSON object a line, for each step that was logged; a run that goes on goes on in it
+    DIR/metrics.jsonl   one JSON object a line, for each step that was logged; a resumed run appends to it
     DIR/weights.pt      model.state_dict(), whole and in fp32: for any stage, any number of ranks, or one GPU
     DIR/step-20         a checkpoint (checkpoint/sharded.py); DIR/lock keeps other jobs out
     DIR/tensorboard     the metrics again, with --tensorboard
@@ -49,24 +49,23 @@ def cost_table(
     world_size: int,
     compute_bytes: int,
     micro_batches: int,
-    held: dict[str, dict[str, int]],
+    memory: dict[str, dict[str, int]],
     calls: list[Call],
 ) -> str:
-    """Memory and communication: the paper's formulas beside what this run held and sent on rank 0.
+    """Memory and communication: the paper's formulas beside this run's numbers on rank 0.
 
-    psi: parameters. compute_bytes: 4 in fp32, 2 in bf16. held: place -> category -> bytes (`zero.memory(place)`) after
-    a step's last backward; a place other than the device has a column if something is there. calls: the ledger of one
-    step.
+    psi: parameters. compute_bytes: 4 in fp32, 2 in bf16. memory: place -> category -> bytes (`zero.memory(place)`)
+    after a step's last backward; a place other than the device has a column if it holds anything. calls: the ledger of
+    one step.
     """
-    places = [place for place in held if place == "device" or any(held[place].values())]
-    held_bytes = held["device"]
+    places = [place for place in memory if place == "device" or any(memory[place].values())]
     states = formulas.model_state_bytes(psi, world_size, stage, compute_bytes, accumulate=micro_batches > 1)
     rows = [
-        [category, readable(states.get(category, 0)), *(readable(held[place][category]) for place in places)]
-        for category in held_bytes
-        if category in states or any(held[place][category] for place in places)
+        [category, readable(states.get(category, 0)), *(readable(memory[place][category]) for place in places)]
+        for category in memory["device"]
+        if category in states or any(memory[place][category] for place in places)
     ]
-    totals = [readable(sum(held[place].values())) for place in places]
+    totals = [readable(sum(memory[place].values())) for place in places]
     rows.append(["together", readable(sum(states.values())), *totals])
     numel = formulas.wire_numel(psi, world_size, stage, micro_batches)
     sent_numel = sum(call.wire_numel(world_size) for call in calls)
@@ -79,21 +78,21 @@ def cost_table(
 
 
 def host_peak_bytes() -> int:
-    """Most memory that this process has had in the host's RAM: Python and torch themselves too."""
+    """The peak of this process's memory in the host's RAM, Python and torch included."""
     import resource  # not on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def sent_bytes(calls: list[Call], world_size: int) -> float:
-    """Bytes over one rank's wire, ring convention."""
+    """Bytes that one rank sends, ring convention."""
     return sum(call.wire_numel(world_size) * call.itemsize for call in calls)
 
 
 def wire_bytes(psi: float, stage: int, world_size: int, compute_bytes: int, micro_batches: int) -> float:
-    """Bytes that one rank sends in a step: `formulas.wire_numel` times the bytes of what travels.
+    """Bytes that one rank sends in a step: `formulas.wire_numel` times the bytes of an element.
 
-    Gradients that stages 0 and 1 summed over several micro-batches travel as they were summed, in fp32.
+    With several micro-batches stages 0 and 1 sum gradients in fp32 and send them in fp32.
 
     >>> wire_bytes(1000, stage=1, world_size=2, compute_bytes=2, micro_batches=1)
     2000.0
@@ -124,27 +123,27 @@ def check_folder(folder: Path, needed_bytes: int) -> None:
 
 
 class Folder:
-    """The files of one run. Without a path, as on all ranks but 0, everything here does nothing."""
+    """The files of one run. Without a path, as on all ranks but 0, its methods do nothing."""
 
-    def __init__(self, path: Path | None, config: dict, begun: int = 0, tensorboard: bool = False):
-        """begun: the step at which the run begins. Metrics of later ones, which a crash left, will come again."""
+    def __init__(self, path: Path | None, config: dict, start_step: int = 0, tensorboard: bool = False):
+        """start_step: the step at which the run begins. Metrics of later steps, left by a crash, are dropped."""
         self.path, self.board = path, None
         self.write("config.json", json.dumps(config, indent=2))
-        self.write("metrics.jsonl", "".join(self.metrics_until(begun)))
+        self.write("metrics.jsonl", "".join(self.metrics_until(start_step)))
         if path and tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # an extra
 
-            self.board = SummaryWriter(path / "tensorboard", purge_step=begun + 1)
+            self.board = SummaryWriter(path / "tensorboard", purge_step=start_step + 1)
 
     def metrics_until(self, step: int) -> list[str]:
-        """Lines of an earlier run of this folder; not the one that a crash has cut short."""
+        """Lines of an earlier run in this folder, up to `step`; a line that a crash has cut short is left out."""
         if not step or not self.path or not (self.path / "metrics.jsonl").is_file():
             return []
         lines = (self.path / "metrics.jsonl").read_text().splitlines(keepends=True)
         return [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= step]
 
     def note(self, **metrics: float) -> None:
-        """One more line of metrics, in the file when this returns."""
+        """Append one line of metrics; it is in the file when this returns."""
         self.write("metrics.jsonl", json.dumps(metrics) + "\n", "a")
         if self.board:
             for name, value in metrics.items():
@@ -152,7 +151,7 @@ class Folder:
             self.board.flush()
 
     def write(self, name: str, text: str, mode: str = "w") -> None:
-        """Add to a file, or write it anew: whoever reads it finds all of it, old or new."""
+        """Append to a file ("a"), or replace it ("w"): a reader finds the whole old or the whole new file."""
         if self.path:
             file = self.path / name
             try:
@@ -166,24 +165,24 @@ class Folder:
                 raise OwnRefusal(f"{file} could not be written: {error.strerror}") from error
 
     def save(self, model: GPT, for_gpt2: bool = False) -> None:
-        """Whole weights, which may have to be gathered: every rank must call it. OwnRefusal if the disk is full."""
+        """Write whole weights. Collective, because they may be gathered. OwnRefusal if the disk is full."""
         state = model.state_dict()
         if not self.path:
             return
         unfinished = self.path / "weights.pt.unfinished"
         try:
-            # clone: each tensor is a view of its unit's buffer, and torch.save would write all of that.
+            # clone: each tensor is a view of its unit's buffer, and torch.save would write the whole buffer.
             torch.save({name: value.cpu().clone() for name, value in state.items()}, unfinished)
-            os.replace(unfinished, self.path / "weights.pt")  # whoever reads it finds a whole file, old or new
+            os.replace(unfinished, self.path / "weights.pt")  # atomic: a reader finds the whole old or new file
             if for_gpt2:
                 export_gpt2(self.path / "gpt2", state, model.config)
-        except (OSError, RuntimeError) as error:  # torch.save says RuntimeError for a full disk
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError for a full disk
             unfinished.unlink(missing_ok=True)
             raise OwnRefusal(f"weights could not be written to {self.path}: {first_line(error)}") from error
 
 
 def load_weights(path: Path, config: GPTConfig) -> dict[str, torch.Tensor]:
-    """What `Folder.save` wrote, mapped rather than read; ValueError if it is no file of weights of such a model."""
+    """The weights that `Folder.save` wrote, memory-mapped; ValueError if the file is not of such a model."""
     if path.suffix == ".safetensors":
         return import_gpt2(path, config)
     try:
@@ -199,8 +198,8 @@ def load_weights(path: Path, config: GPTConfig) -> dict[str, torch.Tensor]:
                 f"--init-from {path} is of another model: {name} is {shapes.get(name, 'missing')} there and "
                 f"{expected.get(name, 'missing')} here; give the --model, --L, --d, --sequence-length it was made with"
             )
-    beside = path.with_name("config.json")  # no tensor's shape tells how many heads share it
-    heads = json.loads(beside.read_text())["model_shape"]["heads"] if beside.is_file() else config.heads
+    settings = path.with_name("config.json")  # needed for the number of heads, which no tensor's shape shows
+    heads = json.loads(settings.read_text())["model_shape"]["heads"] if settings.is_file() else config.heads
     if heads != config.heads:
         raise ValueError(f"--init-from {path} is of another model: it has {heads} heads; pass --heads {heads}")
     return weights

@@ -1,17 +1,17 @@
-"""What lets a run be left alone: the trainer saves itself, leaves at a signal, and goes on where it was.
+"""Unattended runs: the trainer saves checkpoints, exits at a signal, and resumes where it stopped.
 
     SIGTERM, Ctrl-C or SIGHUP to rank 1 in step 12:
-    rank 0    step 11 | any? no | step 12 | any? yes | save step-12 | leave with status 143
-    rank 1    step 11 | any? no | step 12 | any? yes | save step-12 | leave
+    rank 0    step 11 | any? no | step 12 | any? yes | save step-12 | exit with status 143
+    rank 1    step 11 | any? no | step 12 | any? yes | save step-12 | exit
 
-Only rank 1 heard the signal, but a save is collective: so at the end of each step the hosts (not the devices) tell
-each other whether any has. torchrun passes signals on to its ranks, and ends them for good 30 seconds later.
+Only rank 1 received the signal, but a save is collective. So at the end of each step the hosts (not the devices)
+all-reduce the signal's number. torchrun passes signals on to its ranks, and kills them 30 seconds later.
 
-To go on: `--resume auto`, also the first time, when there is nothing to go on from. Then `torchrun --max-restarts`
-needs nobody either. The order of data follows from the seed and the step, so a step is all that is kept of it. On as
-many ranks the bits are those of a run that nothing ended, if the device computes the same bits twice.
+To resume: `--resume auto`, also the first time, when there is no checkpoint. Then `torchrun --max-restarts` restarts
+a run without help. The order of data follows from the seed and the step, so a checkpoint needs the step only. With
+the same number of ranks the bits are those of an uninterrupted run, if the device computes the same bits twice.
 
-Left out: waiting for room when the disk is full. The run ends; what it saved before is whole.
+Left out: waiting for room when the disk is full. The run ends; its earlier checkpoints are whole.
 """
 
 import dataclasses
@@ -35,19 +35,19 @@ from zero_mini.trainer.launch import Refusal
 from zero_mini.trainer.options import Options
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # torchrun's end, Ctrl-C, a terminal that is closed
-AGAIN_S = 1.0  # torchrun passes on what the terminal has sent to all processes already: one signal, heard twice
+AGAIN_S = 1.0  # the terminal signals all processes, and torchrun passes it on: the second within this time is the same
 
 
 class Stopped(Refusal):
-    """A signal: every rank has saved, and leaves."""
+    """A signal arrived: every rank has saved, and exits."""
 
     def __init__(self, message: str, number: int):
         super().__init__(message)
-        self.status = 128 + number  # as a shell counts
+        self.status = 128 + number  # the convention of shells
 
 
 class Saving:
-    """When the trainer saves, and what beside the states. Within it, a signal is remembered up to the end of a step.
+    """Saves checkpoints with the scheduler and `fixed`. Within, a signal takes effect at the end of the step.
 
     A second signal, more than a second later, ends the process at once. Without `checkpoints` nothing is saved, and
     Ctrl-C and SIGHUP end the run at the end of a step.
@@ -67,7 +67,7 @@ class Saving:
             signal.signal(number, handler)
 
     def after_step(self, zero: Script, step: int, check: Callable[[], object]) -> None:
-        """Save if it is time; `check` raises if this is no state to go on from. Stopped, if any rank heard a signal."""
+        """Save if it is time; `check` raises if this state must not be saved. Stopped, if any rank got a signal."""
         number = self.heard_by_any(zero)
         if self.checkpoints and (number or step % self.options.save_every == 0 or step == self.options.steps):
             check()
@@ -82,7 +82,7 @@ class Saving:
             )
 
     def heard_by_any(self, zero: Script) -> int:
-        """The number of a signal that any rank has heard, the same on all; 0 for none. Collective, between hosts."""
+        """The number of a signal that any rank has received, the same on all; 0 for none. Collective of the hosts."""
         heard = torch.tensor([self.heard])
         dist.all_reduce(heard, dist.ReduceOp.MAX, group=zero.comm.host.group)
         return int(heard)
@@ -100,10 +100,10 @@ def is_main_thread() -> bool:
 
 
 def what_must_not_change(options: Options, config: GPTConfig, training_text: torch.Tensor) -> dict:
-    """What a run that goes on has to share with the one that stopped, or it would not be the same run.
+    """The settings in which a resumed run must match the stopped one.
 
-    Stage, number of ranks, precision, micro-batch and --steps are free; so is the global batch, for a number of ranks
-    that does not divide it.
+    Stage, number of ranks, precision, micro-batch and --steps may change; so may the global batch, if the number of
+    ranks does not divide it.
     """
     names = ("lr", "warmup", "weight_decay", "dropout", "seed", "global_batch")
     shape = dataclasses.asdict(config)
@@ -113,27 +113,27 @@ def what_must_not_change(options: Options, config: GPTConfig, training_text: tor
 
 
 def go_on(options: Options, zero: Script, must_not_change: dict) -> Loaded:
-    """Load what --resume asks for, and say what was. Collective. Refusal if it is another run's."""
+    """Load the checkpoint of --resume, and print which. Collective. Refusal if it is of another run."""
     if options.resume is None:
         return Loaded(None, 0, {}, [])
-    found = load(Path(options.out if options.resume == "auto" else options.resume), zero)
+    loaded = load(Path(options.out if options.resume == "auto" else options.resume), zero)
     if zero.rank == 0:
-        for reason in found.skipped:
+        for reason in loaded.skipped:
             print(f"train_gpt.py: checkpoint skipped: {reason}", file=sys.stderr, flush=True)
-    if found.path is None:
+    if loaded.path is None:
         if options.resume != "auto":
             raise Refusal(f"--resume {options.resume} is no checkpoint, and no folder of them; give DIR or DIR/step-N")
-        return found
-    for name, there in found.extra["must_not_change"].items():
+        return loaded
+    for name, there in loaded.extra["must_not_change"].items():
         here = must_not_change[name]
         if name == "global_batch" and here != there and there % zero.world_size:
             if zero.rank == 0:
                 print(f"--global-batch is {here} from here on, {there} before: other data follow")
         elif here != there:
             raise Refusal(
-                f"--{name.replace('_', '-')} is {there} in {found.path} and {here} here, which would be another run: "
+                f"--{name.replace('_', '-')} is {there} in {loaded.path} and {here} here, which would be another run: "
                 "give the same, or begin one with --init-from weights.pt"
             )
     if zero.rank == 0:
-        print(f"goes on from {found.path}", flush=True)
-    return found
+        print(f"goes on from {loaded.path}", flush=True)
+    return loaded

@@ -1,7 +1,7 @@
-"""What the trainer prints, on any terminal or none: a stream that breaks loses its text, and never the run.
+"""Printing on any terminal or none: if a stream breaks, its text is lost and the run continues.
 
     a terminal that is not UTF-8    a character that it lacks becomes "?"
-    a pipe whose reader has gone    from then on nothing is written to it (`| head`, a closed ssh)
+    a pipe whose reader has ended   from then on nothing is written to it (`| head`, a closed ssh)
     a full disk behind `tee`        the same
     a file or a pipe                lines of loss in place of a bar, no carriage returns
 
@@ -18,7 +18,7 @@ from typing import TextIO
 
 
 class Screen:
-    """Stands in for sys.stdout or sys.stderr."""
+    """Replaces sys.stdout or sys.stderr."""
 
     def __init__(self, stream: TextIO | None):  # None: the process was started without it
         self.stream, self.is_open = stream, stream is not None
@@ -38,7 +38,7 @@ class Screen:
                 getattr(self.stream, method)(*arguments)
         except (OSError, ValueError):  # ValueError: the stream is closed
             self.is_open = False
-            with contextlib.suppress(OSError, ValueError):  # what Python flushes at its end goes nowhere
+            with contextlib.suppress(OSError, ValueError):  # Python's flush at exit goes to devnull
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
     def isatty(self) -> bool:
@@ -56,7 +56,7 @@ def safe_streams() -> Iterator[None]:
 
 
 def fill(text: str) -> str:
-    """The text in lines that fit the terminal, of 100 columns at most; a command, which is indented, stays whole.
+    """Wrap the text to the terminal, at 100 columns at most; an indented line is a command and is not wrapped.
 
     >>> print(fill("one two"))
     one two
@@ -69,7 +69,7 @@ def fill(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Without control characters, which could move a terminal's cursor or change its colours.
+    """The text without control characters, which could move a terminal's cursor or change its colours.
 
     >>> printable("a\\x1b[31mb\\tc\\nd")
     'a\\ufffd[31mb c\\nd'

@@ -1,4 +1,4 @@
-"""The text of every lesson: bytes of English that each Python already has, or any text of yours.
+"""The text of every lesson: English that is part of every Python, or any text of yours, as bytes.
 
 One byte is one token, so the vocabulary is 256 and nothing is downloaded. By default the text is Python's own
 language reference (`pydoc_data.topics`, about 0.46 MB); it differs a little from one Python release to the next.
@@ -15,8 +15,8 @@ How ranks share the text:
     N = 2         | r0 B | r0 B | r1 B | r1 B       |        k = G / (N B) micro-batches
     N = 4         | r0 B | r1 B | r2 B | r3 B       |
 
-Ranks never share a sequence, their union is the global batch, and step s sees the same G sequences for every N:
-that is why losses of different N can be compared.
+Ranks never share a sequence, their union is the global batch, and step s sees the same G sequences for every N.
+So losses of different N can be compared.
 
 Left out: tokenizers, text that does not fit in memory, shuffling across files.
 """
@@ -30,7 +30,7 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor
 
-SUFFIXES = (".md", ".py", ".rst", ".txt")  # what counts as text inside a folder
+SUFFIXES = (".md", ".py", ".rst", ".txt")  # of text files inside a folder
 
 Batch = tuple[Tensor, Tensor]  # x and y, each (B, T) int64
 
@@ -45,20 +45,20 @@ def encode(text: str) -> Tensor:
 
 
 def decode(tokens: Tensor) -> str:
-    """The text of a 1-D tensor of tokens; what is no UTF-8 (a cut character, a token above 255) shows as U+FFFD.
+    """The text of a 1-D tensor of tokens; invalid UTF-8 (a cut character, a token above 255) becomes U+FFFD.
 
     >>> decode(encode("caf\u00e9")), decode(torch.tensor([72, 105, 50000])) == "Hi\ufffd"
     ('caf\u00e9', True)
     """
-    # 0xFF never occurs in UTF-8, so it stands for any token that is no byte.
+    # 0xFF never occurs in UTF-8, so it replaces tokens that are no bytes.
     return bytes(min(token, 0xFF) for token in tokens.tolist()).decode(errors="replace")
 
 
 def load(path: str | Path | None = None, T: int = 1, vocab: int = 256) -> Tensor:
     """A text as a 1-D uint8 tensor: Python's reference, a file, or the text files of a folder in sorted order.
 
-    A folder is searched to the bottom for `SUFFIXES`, hidden folders and site-packages excepted; files in it that
-    are not text are left out with a warning. Raises ValueError if the path is missing, empty or not UTF-8 text, has
+    A folder is searched recursively for `SUFFIXES`, except hidden folders and site-packages; files in it that are
+    not text are left out with a warning. Raises ValueError if the path is missing, empty or not UTF-8 text, has
     fewer than T + 1 bytes (one sequence), or holds a byte that is no token of `vocab`.
     """
     name = "Python's reference" if path is None else str(path)
@@ -97,7 +97,7 @@ def _read_file(path: Path) -> bytes:
 
 
 def _read_folder(folder: Path) -> bytes:
-    texts, left_out = [], []
+    texts, problems = [], []
     # Sorted by parts, so that every rank and every file system gives the same order.
     for path in sorted(folder.rglob("*"), key=lambda path: path.parts):
         parents = path.relative_to(folder).parts[:-1]
@@ -106,9 +106,9 @@ def _read_folder(folder: Path) -> bytes:
             try:
                 texts.append(_read_file(path))
             except ValueError as error:
-                left_out.append(str(error))
-    if left_out:
-        warnings.warn(f"{folder}: files left out: {len(left_out)}, the first: {left_out[0]}", stacklevel=3)
+                problems.append(str(error))
+    if problems:
+        warnings.warn(f"{folder}: files left out: {len(problems)}, the first: {problems[0]}", stacklevel=3)
     if not texts:
         raise ValueError(f"{folder} holds no text: looked for {' '.join(SUFFIXES)}; give a folder that has some")
     return b"\n\n".join(texts)
@@ -152,8 +152,8 @@ def batches(
 ) -> Iterator[list[Batch]]:
     """Endless training data of one rank: for each global step the list of its micro-batches (x, y).
 
-    `global_batch` G and `micro_batch` B count sequences. `start_step` continues a run: it yields what an
-    uninterrupted one would have. Raises ValueError, at the call, if G is not a multiple of N B or exceeds the text.
+    `global_batch` G and `micro_batch` B count sequences. With `start_step` it yields the batches of an uninterrupted
+    run after that step. Raises ValueError, at the call, if G is not a multiple of N B or exceeds the text.
 
     >>> data = torch.arange(17)
     >>> [next(batches(data, 2, 4, rank, 2, 1, seed=0))[0][0].tolist() for rank in (0, 1)]
@@ -185,10 +185,10 @@ def batches(
 def validation_batches(
     tokens: Tensor, T: int, sequences: int, rank: int, world_size: int, micro_batch: int
 ) -> list[Batch]:
-    """This rank's share of `sequences` evenly spaced sequences: the same ones for every N, and no other rank's.
+    """This rank's share of `sequences` evenly spaced sequences, which are the same for every N.
 
-    Ranks get equally many micro-batches (stage 3 gathers in each), but where the division leaves a rest some hold
-    a sequence more than others, up to 2 B. So weigh: sum(loss * len(x)) over all batches and ranks / `sequences`.
+    Ranks get equally many micro-batches (stage 3 gathers in each), but if the division has a remainder some hold a
+    sequence more than others, up to 2 B. So weigh: sum(loss * len(x)) over all batches and ranks / `sequences`.
 
     >>> [[len(x) for x, y in validation_batches(torch.arange(99), 2, 11, rank, 2, 2)] for rank in (0, 1)]
     [[3, 3], [3, 2]]
@@ -211,7 +211,7 @@ def _at_least(have: int, need: int, T: int, what: str, remedy: str) -> None:
 
 
 def _for_rank(tokens: Tensor, T: int, chosen: Tensor, rank: int, world_size: int, micro_batches: int) -> list[Batch]:
-    """Cut the chosen sequences into ranks, this rank's into micro-batches, and look them up."""
-    mine = chosen.tensor_split(world_size)[rank].tensor_split(micro_batches)
-    windows = [tokens[starts[:, None] * T + torch.arange(T + 1)].long() for starts in mine]  # (B, T + 1)
+    """The tokens of this rank's share of the chosen sequences, cut into micro-batches."""
+    shares = chosen.tensor_split(world_size)[rank].tensor_split(micro_batches)
+    windows = [tokens[indices[:, None] * T + torch.arange(T + 1)].long() for indices in shares]  # (B, T + 1)
     return [(window[:, :-1], window[:, 1:]) for window in windows]

@@ -1,4 +1,4 @@
-"""What a collective needs beside the call: it is counted, a rank that is missing is named, copy engines may carry it.
+"""What surrounds a collective: its entry in the ledger, the report of a missing rank, the use of copy engines.
 
 ledger.py       every collective, in the order of launch
 lost_ranks.py   which rank is missing when one fails

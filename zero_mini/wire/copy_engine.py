@@ -1,16 +1,16 @@
-"""All-gathers by the GPU's copy engines, which take no multiprocessor away from the matrix products.
+"""All-gathers by the GPU's copy engines, which leave all SMs to the matrix products.
 
-An NCCL collective is a kernel: while it runs it holds some of the GPU's multiprocessors, and a matrix
-product that was planned for all of them then waits for the last. An all-gather only copies, and GPUs have
-engines that do nothing else. NCCL uses those if two things are given:
+An NCCL collective is a kernel: while it runs it occupies some of the GPU's SMs, and a matrix product
+that is tiled for all SMs takes longer. An all-gather only copies, and GPUs have engines that do
+nothing else. NCCL uses them under two conditions:
 
-    its communicator is told so          cta_policy "zero": no thread block where it can be done without
+    its communicator has the option      cta_policy "zero": no thread block where a collective works without
     ranks can reach each other's memory  buffers from NCCL's allocator, registered on all ranks alike
 
 The buffers that are gathered live as long as training (the parameters at stages 1 and 2, two slots and
-the root at stage 3), so they can be registered once. Reductions add, so they need a kernel still.
+the root at stage 3), so they can be registered once. Reductions add, so they still need a kernel.
 
-Left out: several hosts, and GPUs that do not reach each other's memory: there gathers stay kernels.
+Left out: several hosts, and GPUs that cannot reach each other's memory: there gathers are kernels.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from zero_mini.comm import Comm, same_ranks
 from zero_mini.flat import Unit
 
 ZERO_CTAS = 2  # NCCL_CTA_POLICY_ZERO
-WORTH_IT = 30_000_000  # elements of a unit: the host spends longer on such a gather than on a kernel
+WORTH_IT = 30_000_000  # least elements of a unit: the host spends longer on such a gather than on a kernel
 
 
 @contextlib.contextmanager
 def gather_by_copy_engines(comm: Comm, units: list[Unit]) -> Iterator[None]:
-    """From here on gathers take no part of the GPU from the computation, where that can be and is worth it. Collective.
+    """Use copy engines for all-gathers, if the hardware allows it and units are large enough. Collective.
 
-    Within, `comm.empty` gives memory that they reach: make all buffers there, and gather only later.
+    Within, `comm.empty` allocates memory that they reach: allocate all buffers there, and gather only afterwards.
     """
     largest = max((unit.P for unit in units if not unit.is_root), default=0)
     if comm.is_nccl and comm.world_size > 1 and largest >= WORTH_IT:
@@ -44,7 +44,7 @@ def gather_by_copy_engines(comm: Comm, units: list[Unit]) -> Iterator[None]:
 
 
 def group_of_copiers(parent: dist.ProcessGroup, hosts: list[str | None]) -> dist.ProcessGroup | None:
-    """A second NCCL communicator of the same ranks, that gathers without kernels; None if that cannot be.
+    """A second NCCL communicator of the same ranks that gathers without kernels; None if that is not possible.
 
     `hosts`: each rank's `host_and_devices()`.
     """
@@ -58,14 +58,14 @@ def group_of_copiers(parent: dist.ProcessGroup, hosts: list[str | None]) -> dist
 
 
 def host_and_devices() -> str | None:
-    """Names this host, if its GPUs reach each other's memory; else None."""
+    """The name of this host, if its GPUs reach each other's memory; else None."""
     count = torch.cuda.device_count()
     reach = all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b)
     return socket.gethostname() if reach else None
 
 
 class ReachableMemory:
-    """Where buffers for the copy engines are allocated: all of them first, on all ranks alike, then `register`."""
+    """A memory pool for buffers of the copy engines: allocate all of them, on all ranks alike, then `register`."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.backend = group._get_backend(torch.device("cuda"))
@@ -76,5 +76,5 @@ class ReachableMemory:
             return torch.empty(numel, dtype=dtype, device="cuda")
 
     def register(self) -> None:
-        """Collective."""
+        """Register the pool with NCCL. Collective."""
         self.backend.register_mem_pool(self.pool, symm=True)

@@ -1,17 +1,17 @@
-"""Where is every rank? Each writes down what it launches, so that a collective that fails can say who is missing.
+"""Which rank is missing? Each rank logs its launches, so that the error of a failed collective can name it.
 
-The error of a failed collective tells what became of one connection. Whose fault that is, its victims cannot see:
-a rank may be late, may have died, or may have gone another way. So every rank keeps a page of its own in the
-key-value store by which ranks found each other, and adds a line before each launch:
+The error of a failed collective names a broken connection, not the rank that broke it: that rank may be late, may
+have died, or may have launched something else. So every rank keeps a page of its own in the key-value store through
+which ranks found each other, and adds a line before each launch:
 
-    rank 0   step 12: all_gather of root, all_gather of blocks.0, all_gather of blocks.1     waits in vain
+    rank 0   step 12: all_gather of root, all_gather of blocks.0, all_gather of blocks.1     waits for rank 1 and 2
     rank 1   step 12: all_gather of root                                                     is late, or dead
-    rank 2   step 12: all_gather of root, all_gather of blocks.0, all_gather of blocks.2     went another way
+    rank 2   step 12: all_gather of root, all_gather of blocks.0, all_gather of blocks.2     launched something else
 
-Whoever fails reads all pages, those of the dead too. A line is sent to the store and not waited for.
+A rank whose collective fails reads all pages, also those of dead ranks. Sending a line to the store does not block.
 
-Left out: NCCL, whose failures never come to `work.wait()`: torch's watchdog ends the process, and torch's flight
-recorder has such pages of its own.
+Left out: NCCL, whose failures never reach `work.wait()`: torch's watchdog ends the process, and torch's flight
+recorder has similar pages.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-PATIENCE_S = 2.0  # of a collective, before its rank looks where the others are
-LISTEN_S = 0.5  # after a failure, for the others to fail as well: who does not is late, dead, or far off in a ring
-LINES = 10_000  # a page; evaluation may go on for ever without a step
+PATIENCE_S = 2.0  # a collective waits so long before its rank reads the pages of the others
+LISTEN_S = 0.5  # wait after a failure for other ranks to fail as well; the rest are late, dead, or far off in a ring
+LINES = 10_000  # of a page: an evaluation without steps may go on for ever
 
 Position = tuple[int, int]  # (step, number of the collective in it, from 1)
 
@@ -32,9 +32,9 @@ class LostRank(RuntimeError):
 
 
 class Whereabouts:
-    """This rank's pages, the last two of them, and a look at those of all ranks.
+    """Writes this rank's pages, of which the store keeps the last two, and reads those of all ranks.
 
-    store: shared by these ranks, under a name of their own. step: the one that begins.
+    store: shared by these ranks, with a prefix of their own.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int):
@@ -47,21 +47,21 @@ class Whereabouts:
         step, number = here
         if number % LINES == 0:
             self.begin_page(step, number - 1)
-        with contextlib.suppress(dist.DistError):  # the store may have died with its keeper: no collective's fault
+        with contextlib.suppress(dist.DistError):  # the store dies with the rank that serves it; training may go on
             self.store.append(f"page {self.rank} {self.pages % 2}", f"{line}\n")
 
     def begin_page(self, step: int, number: int) -> None:
-        """What follows is of that step, after collective `number`."""
+        """Start a new page: the next lines are of that step, after collective `number`."""
         self.pages += 1
         with contextlib.suppress(dist.DistError):
             self.store.set(f"page {self.rank} {self.pages % 2}", f"{step} {number}\n")
 
     def first_difference(self) -> str | None:
-        """In words, the first place at which ranks launched different things, as far as their pages show."""
+        """In words, the first position at which ranks launched different collectives; None if pages show none."""
         try:
             return self.find_difference([self.read(rank) for rank in range(self.world_size)])
         except dist.DistError:
-            return None  # the store is gone, and so is its keeper: the collective will fail by itself
+            return None  # the store is gone, and so is the rank that served it: the collective will fail by itself
 
     def find_difference(self, pages: list[dict[Position, str]]) -> str | None:
         for position in sorted(set().union(*pages)):
@@ -71,7 +71,7 @@ class Whereabouts:
         return None
 
     def account(self, here: Position) -> str:
-        """This rank failed in the collective at `here`: who is missing, and where it was last."""
+        """In words, after this rank failed in the collective at `here`: which rank is missing, and its last launch."""
         try:
             self.store.set(f"failed {self.rank}", "")
             others = [rank for rank in range(self.world_size) if rank != self.rank]
@@ -82,35 +82,35 @@ class Whereabouts:
         except dist.DistError:
             return "nobody knows of the other ranks: the key-value store is gone, and rank 0 with it if it kept it"
 
-    def judge(self, read: list[dict[Position, str]], here: Position, silent: list[int]) -> str:
-        """What the pages of all ranks show, of whom `silent` have not failed yet."""
-        if message := self.find_difference(read):
+    def judge(self, pages: list[dict[Position, str]], here: Position, silent: list[int]) -> str:
+        """In words, what the pages of all ranks show; the ranks in `silent` have not failed yet."""
+        if message := self.find_difference(pages):
             return message
-        behind = [rank for rank, page in enumerate(read) if max(page, default=(0, 0)) < here]
-        told = []
-        # Who has failed as well is a victim too.
+        behind = [rank for rank, page in enumerate(pages) if max(page, default=(0, 0)) < here]
+        reports = []
+        # A rank that failed as well is a victim too, so silent ranks are the first suspects.
         for rank in [rank for rank in silent if rank in behind] or silent or behind:
-            (step, number), line = max(read[rank].items(), default=((0, 0), "nothing"))
-            came = "did not come so far" if rank in behind else "came so far, and says nothing more"
-            told.append(f"rank {rank} {came}: the last it launched is {line}, number {number} of step {step}")
-        return "; ".join(told) or "every rank came so far, and every one lost a connection"
+            (step, number), line = max(pages[rank].items(), default=((0, 0), "nothing"))
+            state = "did not come so far" if rank in behind else "came so far, and says nothing more"
+            reports.append(f"rank {rank} {state}: the last it launched is {line}, number {number} of step {step}")
+        return "; ".join(reports) or "every rank came so far, and every one lost a connection"
 
     def read(self, rank: int) -> dict[Position, str]:
         """{(step, number): line} of a rank's last two pages."""
-        found = {}
+        page = {}
         for key in (f"page {rank} 0", f"page {rank} 1"):
             if self.has(key):
                 head, *lines = self.store.get(key).decode().splitlines()
                 step, number = map(int, head.split())
-                found |= {(step, number + index): line for index, line in enumerate(lines, start=1)}
-        return found
+                page |= {(step, number + index): line for index, line in enumerate(lines, start=1)}
+        return page
 
     def has(self, key: str) -> bool:
-        return self.store.check([key])  # get() would wait for it
+        return self.store.check([key])  # get() would block until it exists
 
 
 def open_pages(group: dist.ProcessGroup, name: str) -> Whereabouts | None:
-    """A rank's pages, under a name that is the group's own; None with NCCL."""
+    """This rank's pages, under a name of the group's own; None with NCCL."""
     if dist.get_backend(group) != "gloo":
         return None
     store = dist.PrefixStore(f"zero_mini {name}", dist.distributed_c10d._get_default_store())
@@ -118,7 +118,7 @@ def open_pages(group: dist.ProcessGroup, name: str) -> Whereabouts | None:
 
 
 def difference(position: Position, lines: dict[int, str]) -> str | None:
-    """In words, if ranks launched different collectives there; lines: rank -> what it launched.
+    """In words, the difference if ranks launched different collectives at `position`. lines: rank -> its launch.
 
     >>> print(difference((1, 2), {0: "all_gather of a", 1: "all_gather of a"}))
     None
@@ -143,7 +143,7 @@ def difference(position: Position, lines: dict[int, str]) -> str | None:
 
 
 def lost_rank(what: str, here: Position, whereabouts: Whereabouts | None, error: RuntimeError) -> LostRank:
-    """The error of what did not complete at `here`: who is missing, and torch's reason."""
+    """The error of a collective that did not complete at `here`: which rank is missing, and torch's reason."""
     reason = str(error).partition("\n")[0].partition(". ")[0].rpartition("] ")[2]  # no C++ file, no advice
     account = "another rank is late, has died or launched something else"
     return LostRank(f"{what} did not complete: {whereabouts.account(here) if whereabouts else account} ({reason})")

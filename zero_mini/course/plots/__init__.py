@@ -1,1 +1,1 @@
-"""Pictures of what was measured, from JSON files that the benchmark and the tests leave, or from a run of your own."""
+"""Pictures of measurements, from JSON files of the benchmark and the tests, or from a run of your own."""

@@ -1,13 +1,13 @@
 """Loss curves with a bug and without, and which check finds which bug.
 
     loss         \\___      with the bug, over the healthy one
-    difference   ==~~==    on a strip: as far apart are two healthy trainings that begin with other random weights
+    difference   ==~~==    on a strip: the distance of two healthy trainings with different initial weights
 
                one process   all ranks   memory
     a bug           #            .          .        # found
     another         .            .          #
 
-Left out: why a bug does what it does; lesson 11 plants them.
+Left out: the causes; lesson 11 has the bugs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEALTHY, STRIP = tint(INK, 0.45), tint(NEUTRAL, 0.6)
 
 
 def differences(one: Losses, other: Losses) -> list[float]:
-    """other - one, step by step. ValueError if they have not the same number of steps.
+    """other - one, step by step. ValueError if their numbers of steps differ.
 
     >>> differences([3.0, 2.0], [3.0, 2.5])
     [0.0, 0.5]

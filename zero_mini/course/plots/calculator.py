@@ -7,10 +7,10 @@
     [      ]   [       ]   16.6 GB   1.88 GB
     stage 0     stage 1    stage 2   stage 3      the chosen one in full colour
 
-Where the same model, number of ranks and precision were measured, marks say what was found, and on which machine.
-The numbers are those of model_states.py, which says what they leave out.
+If the same model, number of ranks and precision were measured, marks show the measured bytes and the machine.
+The numbers are those of model_states.py; see there for what they leave out.
 
-Left out: a line for a GPU's memory that would leave the stacks flat below it; it is told in words.
+Left out: a line for a GPU's memory far above the stacks, which would flatten them; the text states it instead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEIGHT_IN = 2.5  # of the panel
-HIGHEST = 4  # times the highest stack: a GPU's memory above that is told in words
+HIGHEST = 4  # times the highest stack: a GPU's memory above that has no line but a text
 
 
 def draw_calculator(

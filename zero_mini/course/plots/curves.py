@@ -1,9 +1,9 @@
-"""Loss curves on top of one another, and below them, much enlarged, how far each is from the first.
+"""Loss curves on top of one another, and below them, enlarged, the difference of each from the first.
 
-    loss         \\___                the four stages: one line to the eye
+    loss         \\___                the four stages look like one line
     difference   --^-v--             from stage 0, on a scale of its own
 
-Left out: why they differ at all in bf16: sums of rounded gradients in another order. In fp32 they need not.
+Left out: the cause of differences in bf16: sums of rounded gradients in another order. In fp32 there may be none.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Curve = list[tuple[int, float]]  # (step, loss)
 HEIGHT_IN = {"loss": 1.9, "difference": 1.15}
 
 
-def from_measured(kept: dict) -> dict[int, Curve]:
-    """What training.json holds -> stage -> its training losses.
+def from_measured(record: dict) -> dict[int, Curve]:
+    """The content of training.json -> stage -> its training losses.
 
     >>> from_measured({"training": {"stages": {"3": [{"step": 0, "validation_loss": 9.0}, {"step": 5, "loss": 7.0}]}}})
     {3: [(5, 7.0)]}
     """
-    stages = kept["training"]["stages"]
+    stages = record["training"]["stages"]
     return {int(stage): [(r["step"], r["loss"]) for r in rows if "loss" in r] for stage, rows in stages.items()}
 
 
@@ -43,7 +43,7 @@ def with_steps(losses: Sequence) -> Curve:
 
 
 def differences(curves: dict[int | str, Curve]) -> dict[int | str, Curve]:
-    """Each curve less the first, at the first's steps. ValueError where a curve has other steps.
+    """Each curve minus the first. ValueError if a curve has other steps than the first.
 
     >>> differences({0: [(5, 7.0), (10, 6.0)], 2: [(5, 7.25), (10, 6.0)]})
     {2: [(5, 0.25), (10, 0.0)]}
@@ -75,8 +75,8 @@ def draw_curves(losses: dict[int | str, Sequence], title: str = "") -> Figure:
     apart = differences(curves)
     first = next(iter(curves))
     most = max((abs(value) for curve in apart.values() for _, value in curve), default=0.0)
-    told = f"at most {most:.2g} apart" if most else "equal to the bit"
-    figure = page(4.6, f"Losses: {told}", title)
+    summary = f"at most {most:.2g} apart" if most else "equal to the bit"
+    figure = page(4.6, f"Losses: {summary}", title)
     upper = panel(figure, 0.75, 0.78, 5.4, HEIGHT_IN["loss"])
     lower = panel(figure, 0.75, 3.05, 5.4, HEIGHT_IN["difference"])
     for place, (stage, curve) in enumerate(curves.items(), start=1):  # each shows from under the next

@@ -1,4 +1,4 @@
-"""How large numbers are, on a scale of powers of two, over what a 16-bit format can hold of them.
+"""A histogram of magnitudes, on a scale of powers of two, over the ranges of fp16.
 
           zero      | fewer bits |      all bits       | inf
     ________________|____________|_____________________|_____    2^e
@@ -81,7 +81,7 @@ def draw_exponents(counts: dict[int, int], shifts: tuple[int, ...] = (0, 16), wh
 
 
 def regions(axes: Axes, low: float, high: float) -> None:
-    """What becomes of a number with that exponent in fp16."""
+    """The result of rounding a number with that exponent to fp16."""
     parts = [
         (low, SMALLEST - 1, "zero", NEUTRAL),
         (SMALLEST - 1, NORMAL, "fewer bits", tint(NEUTRAL, 0.5)),

@@ -1,8 +1,8 @@
-"""What pictures share: a page measured in inches from its top left corner, bare axes, bytes in a unit that fits.
+"""Parts of all pictures: a page measured in inches from its top left corner, bare axes, bytes in a unit that fits.
 
-Text is at least 7.5 points on a page 7 inches wide, which is still read where the page is shown 700 pixels wide.
+Text is at least 7.5 points on a page 7 inches wide, which is still legible if the page is shown 700 pixels wide.
 
-Left out: the pictures that are as large as their bars ask for (speed.py, per_parameter.py).
+Left out: pictures whose size depends on the number of bars (speed.py, per_parameter.py).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What each rank computes and what its wire carries, over time, and where the wire is waited for.
+"""Computation and communication of each rank over time, and the time in which the computation waits for the wire.
 
     rank 0  compute  [forward u0][forward u1]      [forward u2]
             wire     [g1]        [-----g2-----]
-            exposed               .............    <- the wire works, and nothing computes
+            exposed               .............    <- a collective runs, and nothing computes
 
 Spans come from a profiler's kernels (`from_kernels`, memory/timeline.py) or from clocks around calls on the CPU. Blue
 are gathers of parameters, orange reductions of gradients, green the update, purple the model's computation.
 
-A collective's span begins with its launch: where it waits for its turn on the wire it overlaps the one before.
+A collective's span begins with its launch: if it waits for the wire, it overlaps the collective before it.
 
 Left out: streams within a lane; the host's side.
 """
@@ -100,26 +100,26 @@ def joined(spans: list[Span]) -> list[Span]:
     [Span(rank=0, lane='compute', label='matmul', start=0, end=2)]
     """
     last: dict[tuple[int, str], Span] = {}
-    found = []
+    result = []
     for span in sorted(spans, key=lambda span: span.start):
         before = last.get((span.rank, span.lane))
         if before and before.label == span.label and span.start - before.end <= GAP_MS and span.lane == "compute":
-            found.remove(before)
+            result.remove(before)
             span = Span(span.rank, span.lane, span.label, before.start, max(before.end, span.end))
         last[span.rank, span.lane] = span
-        found.append(span)
-    return found
+        result.append(span)
+    return result
 
 
-def from_measured(kept: dict, name: str) -> dict:
-    """What NAME.json holds -> the arguments of `draw_gantt`.
+def from_measured(record: dict, name: str) -> dict:
+    """The content of NAME.json -> the arguments of `draw_gantt`.
 
-    >>> kept = {"machine": {"cards": 2, "card": "X"}, "gantt_3": {"model": "1.5B", "stage": 3, "part": "backward",
+    >>> record = {"machine": {"cards": 2, "card": "X"}, "gantt_3": {"model": "1.5B", "stage": 3, "part": "backward",
     ...         "ms": 12.0, "spans": [[0, "wire", "all_gather", 1.0, 2.0]]}}
-    >>> from_measured(kept, "gantt_3")["note"]
+    >>> from_measured(record, "gantt_3")["note"]
     '12 ms of the backward of a step at stage 3: 1.5B on 2 x X'
     """
-    window, machine = kept[name], kept["machine"]
+    window, machine = record[name], record["machine"]
     of = f"{window['ms']:g} ms of the {window['part']} of a step at stage {window['stage']}"
     return {
         "spans": [Span(*row) for row in window["spans"]],

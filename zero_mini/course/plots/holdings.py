@@ -1,8 +1,8 @@
-"""Which ranges of a unit's flat buffer a rank keeps, of parameters, gradients and optimizer states, in which dtype.
+"""The ranges of a unit's flat buffer that a rank keeps: of parameters, gradients and states, with their dtypes.
 
     stage 1, rank 1 of 2    parameters 0..P, gradients P/2..P (and 0..P/2, idle), master, momentum, variance P/2..P
 
-It asks the handle's own tensors; ownership.py draws the answer. Their bytes are those of memory.walk.
+It reads the handle's tensors, and ownership.py draws the ranges. Their bytes are those of memory.walk.
 
 Left out: Adam's step counter (4 bytes a piece), gradients before they are reduced, optimizers other than Adam.
 """
@@ -33,7 +33,7 @@ class Holding:
     itemsize: int
     low: int
     high: int
-    use: str = "held"  # or "idle": memory that stays though the rank needs it no more; "lent": in the unit's turn
+    use: str = "held"  # or "idle": memory that stays though it is not used any more; "lent": during the unit's turn
 
     @property
     def nbytes(self) -> int:
@@ -50,18 +50,18 @@ class Layout:
 
 
 def layout(unit: Unit) -> Layout:
-    """How the unit lies in its buffer; its own name is taken off its tensors'."""
+    """The unit's tensors in its buffer; their names lose the prefix of the unit's name."""
     names = [name.removeprefix(unit.name + ".") for name in unit.names]
     return Layout(unit.name, unit.P, list(zip(names, unit.offsets, [shape.numel() for shape in unit.shapes])))
 
 
 def holdings(zero: Script, unit: Unit) -> list[Holding]:
-    """What this rank keeps of the unit now. Ask between a backward and the next zero_grad()."""
-    found = []
+    """The ranges that this rank keeps of the unit now. Call it between a backward and the next zero_grad()."""
+    result = []
 
     def keep(what: str, tensor: torch.Tensor, low: int, high: int, use: str = "held") -> None:
         name = str(tensor.dtype).removeprefix("torch.")
-        found.append(Holding(zero.rank, what, name, tensor.element_size(), low, high, use))
+        result.append(Holding(zero.rank, what, name, tensor.element_size(), low, high, use))
 
     low = unit.begin_of(unit.master)
     high = low + unit.master.numel()
@@ -83,7 +83,7 @@ def holdings(zero: Script, unit: Unit) -> list[Holding]:
     for key, what in STATES.items():
         ranges = [(run.group, run.low, run.high) for run in unit.runs[unit.master.numel()]]
         states = [zero.optimizer.state.get(piece, {}).get(key) for _, piece in unit.pieces]
-        kept = [(low + a, low + b) for (_, a, b), state in zip(ranges, states) if state is not None]
-        for start, end in union(kept):
+        spans = [(low + a, low + b) for (_, a, b), state in zip(ranges, states) if state is not None]
+        for start, end in union(spans):
             keep(what, next(state for state in states if state is not None), start, end)
-    return found
+    return result

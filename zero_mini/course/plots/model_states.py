@@ -1,12 +1,12 @@
-"""What the calculator shows, in numbers: bytes of model states at each stage by formula, and as they were found.
+"""The numbers of the calculator: bytes of model states at each stage, by formula and as measured.
 
     a model, N, precision, optimizer -> stage -> category -> bytes on one rank
     the same, and the records        -> machine and moment -> stage -> bytes on one rank
 
 calculator.py draws them. Psi and N are the paper's: parameters and ranks.
 
-Left out: activations, buffers, what an allocator rounds up, padding to a multiple of N. The formula is the paper's also
-where this package differs: at stage 3 it keeps no 16-bit shard, but two slots and the root (`built_state_bytes`).
+Left out: activations, buffers, an allocator's rounding, padding to a multiple of N. The formula is always the paper's.
+This package differs from it at stage 3: it keeps no 16-bit shard, but two slots and the root (`built_state_bytes`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def states_by_stage(
 
 
 def check_one_of(name: str, value: object, accepted: Iterable) -> None:
-    """ValueError that says what there is."""
+    """ValueError that lists the choices."""
     if value not in tuple(accepted):
         raise ValueError(f"{name} must be one of {', '.join(map(str, accepted))} (got {value!r}); pass one of these")
 

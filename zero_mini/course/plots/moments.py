@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL_IN = (2.85, 1.75)
-# What hardly changes lies below, so that the rest is seen on level ground.
+# Categories that hardly change lie below, so that the others have a level base.
 ORDER = ("parameters", "optimizer", "gradients", "activations", "communication", "other")
 
 
 @dataclass(frozen=True)
 class Story:
-    """Bytes alive in one step, by category: plain numbers, which a rank can send home."""
+    """Bytes alive in one step, by category: plain numbers, which a rank can return."""
 
     phases: list[tuple[str, int]]  # (label, how many of the instants are its)
     series: dict[str, list[int]]  # category -> bytes at each instant; the first is the step's beginning
@@ -42,22 +42,22 @@ class Story:
     def thinned(self, most: int = 150) -> Story:
         """At most so many instants a phase: of those that share a place, the one with the most bytes.
 
-        So the peak stays, and a story of thousands of instants fits into a small file.
+        So the peak stays, and a story of thousands of places fits into a small file.
 
         >>> Story([("forward", 4)], {"other": [0, 1, 5, 2, 3]}).thinned(2)
         Story(phases=[('forward', 2)], series={'other': [0, 5, 3]})
         """
-        kept, phases, start, totals = [0], [], 1, self.totals
+        places, phases, start, totals = [0], [], 1, self.totals
         for label, count in self.phases:
             bounds = [start + count * k // min(most, count) for k in range(min(most, count) + 1)] if count else [start]
-            kept += [max(range(low, high), key=totals.__getitem__) for low, high in zip(bounds, bounds[1:])]
+            places += [max(range(low, high), key=totals.__getitem__) for low, high in zip(bounds, bounds[1:])]
             phases.append((label, len(bounds) - 1))
             start += count
-        return Story(phases, {category: [values[at] for at in kept] for category, values in self.series.items()})
+        return Story(phases, {category: [values[at] for at in places] for category, values in self.series.items()})
 
 
 def last_step(recorder: Recorder) -> Story:
-    """The recorder's last step: from its last mark "forward" to the mark "end" after it, or to the end."""
+    """The recorder's last step: from its last mark "forward" to the next mark "end", or to the end."""
     labels = [label for label, _ in recorder.moments]
     first = len(labels) - 1 - labels[::-1].index("forward")
     last = labels.index("end", first) if "end" in labels[first:] else len(labels)
@@ -68,14 +68,14 @@ def last_step(recorder: Recorder) -> Story:
     return Story(phases, {category: values[begin : end + 1] for category, values in series.items()})
 
 
-def from_measured(kept: dict, *stages: int) -> dict:
-    """What moments.json holds of these stages -> the arguments of `draw_moments`."""
-    moments, machine = kept["moments"], kept["machine"]
-    recorded = {stage: moments["stages"][str(stage)] for stage in stages}
+def from_measured(record: dict, *stages: int) -> dict:
+    """The content of moments.json for these stages -> the arguments of `draw_moments`."""
+    moments, machine = record["moments"], record["machine"]
+    stories = {stage: moments["stages"][str(stage)] for stage in stages}
     return {
         "stories": {
             f"stage {stage}": Story([tuple(phase) for phase in story["phases"]], story["series"])
-            for stage, story in recorded.items()
+            for stage, story in stories.items()
         },
         "title": f"{moments['model']} in {moments['precision']} on {cards(machine)}",
     }

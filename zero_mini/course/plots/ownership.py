@@ -6,7 +6,7 @@
     rank 1   [parameters 16-bit         ]
                         [master         ]
 
-Left out: moments within a step (moments.py); it shows what is kept between a backward and a step.
+Left out: moments within a step (moments.py); it shows the memory between a backward and a step.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ def draw_ownership(flat: Layout, stages: dict[int, list[Holding]]) -> Figure:
     )
     note += ".\nWhite lines: where a tensor begins; dashed: where one rank's slice ends and the next one's begins"
     figure = page(1.12 + stage_in * len(stages), f"Who holds what of {flat.name}, {flat.P:,} elements", note + ".")
-    for place, (stage, held) in enumerate(stages.items()):
+    for place, (stage, on_all_ranks) in enumerate(stages.items()):
         for row, rank in enumerate(ranks):
             top = 1.1 + place * stage_in + row * (RANK_IN + GAP_IN)
             axes = panel(figure, LEFT_IN, top, WIDTH_IN, RANK_IN)
-            mine = [holding for holding in held if holding.rank == rank]
-            draw_rank(axes, flat, mine, depths, len(ranks))
+            on_rank = [holding for holding in on_all_ranks if holding.rank == rank]
+            draw_rank(axes, flat, on_rank, depths, len(ranks))
             left = dict(ha="right", va="center", transform=axes.transAxes)
             axes.text(-0.02, 0.72, f"rank {rank}", fontsize=8, color=INK, **left)
             if row == 0:
                 style = dict(fontsize=9.5, fontweight="bold", color=INK) | left | {"ha": "left"}
                 axes.text(-1.05 / WIDTH_IN, 0.72, f"stage {stage}", **style)
-            nbytes = sum(holding.nbytes for holding in mine)
+            nbytes = sum(holding.nbytes for holding in on_rank)
             size, unit = unit_of(nbytes)
             text = f"{three_digits(nbytes / size)} {unit} = {nbytes / flat.P:.3g} P"
             axes.text(-0.02, 0.4, text, fontsize=8, color=FAINT, **left)
@@ -86,7 +86,7 @@ def draw_ownership(flat: Layout, stages: dict[int, list[Holding]]) -> Figure:
     return figure
 
 
-def draw_rank(axes: Axes, flat: Layout, mine: list[Holding], depths: dict, world_size: int) -> None:
+def draw_rank(axes: Axes, flat: Layout, on_rank: list[Holding], depths: dict, world_size: int) -> None:
     """A rectangle of P elements by the bytes of one, filled where this rank has them."""
     from matplotlib.patches import Rectangle
 
@@ -96,7 +96,7 @@ def draw_rank(axes: Axes, flat: Layout, mine: list[Holding], depths: dict, world
     for what, (itemsize, _) in depths.items():
         outline = dict(facecolor="none", edgecolor=NEUTRAL, linewidth=0.5, clip_on=False, zorder=3)
         axes.add_patch(Rectangle((0, top), flat.P, itemsize, **outline))
-        for holding in mine:
+        for holding in on_rank:
             if holding.what == what:
                 style = dict(facecolor=STRIPS[what], edgecolor="white", linewidth=0.6)
                 if holding.use == "idle":

@@ -1,4 +1,4 @@
-"""One colour for each thing, the same in every picture; they differ in lightness too, for those who see no hue."""
+"""One colour for each thing, the same in every picture; they differ in lightness too, for colour-blind readers."""
 
 PARAMETERS = "#2f6db3"  # blue
 GRADIENTS = "#e8892b"  # orange

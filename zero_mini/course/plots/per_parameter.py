@@ -1,7 +1,7 @@
-"""Bytes a parameter: a bar for each run, of any stage, N and precision, and under it what the paper's formula says.
+"""Bytes a parameter: a bar for each run, of any stage, N and precision, and below it one for the paper's formula.
 
-Colours are those of the categories everywhere. The measured bar is thick; the formula's is the thin one below it, with
-the same order, so that what was not foreseen (padding, slots, the root's buffers) sticks out.
+Colours are those of the categories in all pictures. The measured bar is thick; the formula's is the thin one below it,
+in the same order, so bytes that are not in the formula (padding, slots, the root's buffers) stick out.
 
 Left out: activations, which no formula of the stages covers; they have a figure of their own.
 """

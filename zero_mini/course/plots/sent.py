@@ -1,9 +1,9 @@
 """What one rank sends in a collective, against the number of ranks: measured dots on the lines of the formulas.
 
-In a ring an all-reduce sends 2 P (N-1)/N elements, each of its halves P (N-1)/N: below 2 P and P however many ranks
-there are. Where rank 0 collects every buffer and answers with the sum, it sends P (N-1).
+In a ring an all-reduce sends 2 P (N-1)/N elements, each of its halves P (N-1)/N: less than 2 P and P for any number of
+ranks. If rank 0 collects every buffer and sends the sum to all, it sends P (N-1).
 
-Left out: how a collective travels; steps.py draws that.
+Left out: the steps of a collective; steps.py draws them.
 """
 
 from __future__ import annotations

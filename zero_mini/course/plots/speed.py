@@ -1,9 +1,9 @@
 """Tokens a second on each GPU: a panel for each work, a bar for each system, the ceiling as a dashed line.
 
-This package's stages are blue, peers grey. At a bar's end stands its speed, and beside it the allocator's peak in
-memory; a system that failed, or did not train as DDP does, has the reason instead of a bar.
+This package's stages are blue, peers grey. Each bar's label has its speed and the allocator's peak in memory; a system
+that failed, or whose losses differ from DDP's, has the reason instead of a bar.
 
-Left out: the spread of the steps; it is in the table.
+Left out: the spread of the steps; it is in the benchmark's table.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ TITLE = (
 )
 
 
-def save(kept: dict, path: Path) -> None:
-    """Draw what DIR/speed.json holds as a PNG."""
-    draw(kept["works"]).savefig(path, dpi=160, facecolor="white")
+def save(record: dict, path: Path) -> None:
+    """Draw the content of DIR/speed.json as a PNG."""
+    draw(record["works"]).savefig(path, dpi=160, facecolor="white")
 
 
 def draw(works: dict[str, dict]) -> Figure:

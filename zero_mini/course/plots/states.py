@@ -1,9 +1,9 @@
-"""Bytes of model states on one rank at each stage, by category: what a walk finds, and below it the paper's formula.
+"""Bytes of model states on one rank at each stage, by category: measured, and below it by the paper's formula.
 
     stage 0   [par][gra][    optimizer     ] 1,992 MB     measured: memory.walk
               [par][gra][    optimizer     ] paper 1,992  memory.model_state_bytes
 
-Left out: activations at their peak, and what an allocator rounds up; moments.py shows when which byte lives.
+Left out: activations at their peak, and an allocator's rounding; moments.py shows bytes over time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ WIDTH_IN, STAGE_IN = 4.55, 0.62  # of the longest bar; of a stage, down the page
 SHARDED = ("nothing sharded", "P_os", "P_os+g", "P_os+g+p")
 
 
-def from_measured(kept: dict) -> dict:
-    """What memory.json holds -> the arguments of `draw_states`.
+def from_measured(record: dict) -> dict:
+    """The content of memory.json -> the arguments of `draw_states`.
 
     >>> stage = {"held_bytes": {"parameters": 4}, "units_P": {"root": 1, "blocks.0": 1}}
     >>> from_measured({"machine": {"cards": 2, "card": "X"},
     ...                "memory": {"model": "2", "precision": "bf16", "stages": {"0": stage}}})
     {'held': {0: {'parameters': 4}}, 'psi': 2, 'world_size': 2, 'itemsize': 2, 'title': '2 in bf16 on 2 x X'}
     """
-    memory, machine = kept["memory"], kept["machine"]
+    memory, machine = record["memory"], record["machine"]
     stages = {int(stage): row for stage, row in memory["stages"].items()}
     return {
         "held": {stage: row["held_bytes"] for stage, row in stages.items()},
@@ -83,9 +83,9 @@ def draw_states(
         above = []
         for category, start, nbytes in segments(held[stage]):
             number = three_digits(nbytes / size)
-            said = [category] * (category not in named) + [number] * (not inside(number, nbytes, longest))
-            if said and nbytes > longest / 100:
-                above.append((category, start + nbytes / 2, " ".join(said)))
+            words = [category] * (category not in named) + [number] * (not inside(number, nbytes, longest))
+            if words and nbytes > longest / 100:
+                above.append((category, start + nbytes / 2, " ".join(words)))
         write_above(axes, row, above, longest)
         named.update(category for category, _, _ in above)
     return figure

@@ -1,9 +1,9 @@
-"""A collective step by step, as a ring performs it: a grid of ranks by chunks, and whose data is in each sum.
+"""A ring collective step by step: a grid of ranks by chunks; each cell names the ranks whose data is in its sum.
 
     start        step 1            step 2             reduce-scatter on 3 ranks:
     0  0  0      0    0+2  .       all  .    .        ranks down, chunks across;
     1  1  1      .    1    0+1     .    all  .        each sends a chunk to the rank below,
-    2  2  2      1+2  .    2       .    .    all      the last to the first, and has it no more
+    2  2  2      1+2  .    2       .    .    all      the last to the first, and does not keep it
 
 A ring of N ranks cuts a buffer of P elements into N chunks, so that every wire works in every step. Rank r ends
 with chunk r, as in comm.py. Sums stand for means here: dividing by N costs nothing on the wire.
@@ -105,10 +105,10 @@ def draw_steps(kind: str, N: int, step: int | None = None) -> Figure:
     states, sends = ring_steps(kind, N), [[], *ring_sends(kind, N)]
     shown = range(len(states)) if step is None else [step]
     each = sum(map(len, sends)) / N  # chunks that a rank sends, on average
-    told = "a rank sends on average" if kind == "broadcast" else "every rank sends"
+    senders = "a rank sends on average" if kind == "broadcast" else "every rank sends"
     note = (
         "Ranks down, chunks across; a cell says whose data is in it. Framed: what came from the rank above, or\n"
-        f"from the last to the first. In {len(sends) - 1} steps {told} {each:g} chunks of P/{N} elements, "
+        f"from the last to the first. In {len(sends) - 1} steps {senders} {each:g} chunks of P/{N} elements, "
         f"{'2 ' if kind == 'all_reduce' else ''}P (N-1)/N."
     )
     many = 4 if N < 5 else 3

@@ -1,11 +1,11 @@
-"""Time of a step against memory, a dot for each way to train: what is towards the lower left corner is better.
+"""Time of a step against memory, a dot for each way to train: dots towards the lower left corner are better.
 
     ms |        o  computed again, on the host
        |            o  computed again
        |                         o  all kept
        |________________________________ GB
 
-Left out: which dots a machine with other ratios of compute to memory would prefer.
+Left out: machines with other ratios of compute to memory, on which other dots may be best.
 """
 
 from __future__ import annotations

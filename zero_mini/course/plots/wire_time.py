@@ -1,10 +1,10 @@
-"""How long a collective takes, against the size of its buffer: a call's own cost first, then the wire's.
+"""The time of a collective, against the size of its buffer: for small buffers a call's fixed cost, then the wire's.
 
     time   |            /      the slope is the wire: bytes / (bytes a second)
-           |  _________/       the floor is what a call costs however small it is
+           |  _________/       the floor is the fixed cost of a call
            |______________ bytes
 
-Left out: what else runs at the time; here each collective is alone.
+Left out: other work at the same time; here each collective runs alone.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 HEIGHT_IN = 2.4
 
 
-def from_measured(kept: dict) -> dict:
-    """What collectives.json holds -> the arguments of `draw_wire_time`.
+def from_measured(record: dict) -> dict:
+    """The content of collectives.json -> the arguments of `draw_wire_time`.
 
     >>> from_measured({"machine": {"cards": 2, "card": "X"}, "collectives": {"us": {"all_gather": {"1024": 9.5}}}})
     {'measured': {'all_gather': {1024: 9.5}}, 'N': 2, 'title': '2 x X'}
     """
-    machine, us = kept["machine"], kept["collectives"]["us"]
+    machine, us = record["machine"], record["collectives"]["us"]
     measured = {kind: {int(nbytes): time for nbytes, time in points.items()} for kind, points in us.items()}
     return {"measured": measured, "N": machine["cards"], "title": cards(machine)}
 
