@@ -69,16 +69,21 @@ def last_step(recorder: Recorder) -> Story:
 
 
 def from_measured(record: dict, *stages: int) -> dict:
-    """The content of moments.json for these stages -> the arguments of `draw_moments`."""
-    moments, machine = record["moments"], record["machine"]
-    stories = {stage: moments["stages"][str(stage)] for stage in stages}
-    return {
-        "stories": {
-            f"stage {stage}": Story([tuple(phase) for phase in story["phases"]], story["series"])
-            for stage, story in stories.items()
-        },
-        "title": f"{moments['model']} in {moments['precision']} on {cards(machine)}",
+    """The content of moments.json or fits.json for these stages -> the arguments of `draw_moments`."""
+    if "moments" in record:
+        moments = record["moments"]
+        about = {"title": f"{moments['model']} in {moments['precision']} on {cards(record['machine'])}"}
+    else:
+        moments = record["fits"]
+        size = f"{moments['psi'] / 1e9:.1f}B parameters in {moments['precision']}"
+        ranks = f"rank 0 of {moments['world_size']}, the others simulated"
+        about = {"title": f"{size}, {ranks}, on {cards(record['machine'])}", "card_bytes": moments["card_bytes"]}
+    recorded = {stage: moments["stages"][str(stage)] for stage in stages}
+    stories = {
+        f"stage {stage}": Story([tuple(phase) for phase in story["phases"]], story["series"])
+        for stage, story in recorded.items()
     }
+    return {"stories": stories, **about}
 
 
 def instants(phases: list[tuple[str, int]], widths: list[float]) -> list[float]:
@@ -94,8 +99,11 @@ def instants(phases: list[tuple[str, int]], widths: list[float]) -> list[float]:
     return places
 
 
-def draw_moments(stories: dict[str, Story], title: str = "") -> Figure:
-    """stories: a panel's name, such as "stage 2", -> its step. They need the same phases in the same order."""
+def draw_moments(stories: dict[str, Story], title: str = "", card_bytes: float | None = None) -> Figure:
+    """stories: a panel's name, such as "stage 2", -> its step. They need the same phases in the same order.
+
+    card_bytes: the memory of a GPU, drawn as a line; each panel's title says whether the step fits.
+    """
     labels = {tuple(label for label, _ in story.phases) for story in stories.values()}
     if len(labels) != 1:
         raise ValueError(f"stories of different phases cannot share a scale: {sorted(labels)}")
@@ -105,27 +113,35 @@ def draw_moments(stories: dict[str, Story], title: str = "") -> Figure:
     most = max(max(story.totals) for story in stories.values())
     size, unit = unit_of(most)
     rows = -(-len(stories) // 2)
-    note = f"{title + '; ' if title else ''}{unit} ({size:.0e} bytes) alive, in the order of allocations and frees"
-    figure = page(0.85 + rows * 2.3, "Memory through one training step", note.replace("e+0", "e"))
+    note = f"{unit} ({size:.0e} bytes) alive, in the order of allocations and frees"
+    note = f"{title}{'' if not title else '; ' if card_bytes is None else chr(10)}{note}"
+    top = 0.14 * note.count("\n")
+    figure = page(0.85 + top + rows * 2.3, "Memory through one training step", note.replace("e+0", "e"))
     named: set[str] = set()
     peaks = {name: max(story.totals) for name, story in stories.items()}
     for place, (name, story) in enumerate(stories.items()):
-        axes = panel(figure, 0.55 + place % 2 * 3.35, 0.95 + place // 2 * 2.3, *PANEL_IN)
+        axes = panel(figure, 0.55 + place % 2 * 3.35, 0.95 + top + place // 2 * 2.3, *PANEL_IN)
         axes.set(xlim=(0, sum(widths)), ylim=(0, 1.16 * most))
         draw_story(axes, story, widths, size, named)
-        axes.set_title(name, loc="left", fontsize=9.5, fontweight="bold", color=INK, pad=4)
-        if place:
-            first = next(iter(peaks))
-            axes.axhline(peaks[first], color=FAINT, linewidth=0.7, linestyle=(0, (4, 3)))
-            text = dict(ha="right", va="bottom", fontsize=7.5, color=FAINT)
-            axes.text(sum(widths), peaks[first], f"{first}'s peak", **text)
+        first = next(iter(peaks))
+        line, what = (
+            (peaks[first], f"{first}'s peak")
+            if card_bytes is None
+            else (card_bytes, f"a GPU of {card_bytes / size:g} {unit}")
+        )
+        verdict = ""
+        if card_bytes is not None:
+            verdict = f": fits in {card_bytes / size:g} {unit}" if peaks[name] <= card_bytes else ": does not fit"
+        axes.set_title(name + verdict, loc="left", fontsize=9.5, fontweight="bold", color=INK, pad=4)
+        if place or card_bytes is not None:
+            is_above = peaks[name] > line
+            axes.axhline(line, color=INK if is_above else FAINT, linewidth=0.7, linestyle=(0, (4, 3)))
+            text = dict(ha="right", va="bottom", fontsize=7.5, color=INK if is_above else FAINT)
+            axes.text(sum(widths), line, what, **text)
         scale(axes, "left", unit if place % 2 == 0 else "")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value / size:g}")
-    unnamed = {category: max(max(story.series[category]) for story in stories.values()) for category in ORDER}
-    unnamed = {
-        category: CATEGORY[category] for category, b in unnamed.items() if b > most / 200 and category not in named
-    }
-    words(figure, 0.1, 0.56, unnamed)
+    largest = {category: max(max(story.series[category]) for story in stories.values()) for category in ORDER}
+    words(figure, 0.1, 0.56 + top, {c: CATEGORY[c] for c, b in largest.items() if b > most / 200})
     return figure
 
 
@@ -190,3 +206,11 @@ def roomiest(
         (box for box in boxes if box[2] - box[1] >= 0.97 * highest),
         key=lambda box: abs(box[0] - x[-1] / 2),
     )
+
+
+if __name__ == "__main__":  # python -m zero_mini.course.plots.moments RECORD.json PICTURE.png
+    import json
+    import sys
+
+    with open(sys.argv[1]) as file:
+        draw_moments(**from_measured(json.load(file), 0, 1, 2, 3)).savefig(sys.argv[2])
