@@ -1,7 +1,7 @@
 """When one rank dies, raises, is late or goes another way, the others leave, and say which rank it was and where.
 
-Every fault is a real one, in real processes on gloo. What the others said is row by row in README.md, beside
-this file.
+Every fault is a real one, in real processes on gloo. What the others said is row by row in
+tests/FAILURES.md.
 """
 
 import os
