@@ -90,6 +90,7 @@ class CrossReads(Tower):
         return h + 0.1 * nn.functional.linear(torch.tanh(h @ early.fc.weight[:, :].t()), early.out.weight)
 
 
+@pytest.mark.check
 def test_a_blocks_weights_used_by_its_model_train_right(compare_fp32):
     compare_fp32(lambda job: job.train(0, 1, 2), build=CrossReads)
 
@@ -184,6 +185,7 @@ def test_a_loop_over_parameters_after_a_step_is_true_or_refused(compare):
     assert error is None or NAMES_THE_REMEDY in error
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("first", [False, True], ids=["after-forward", "before-forward"])
 def test_a_penalty_in_the_loss_is_right_or_refused(compare_fp32, first):
     def script(job):
@@ -508,6 +510,7 @@ DIFFERENT = {  # what happens on ranks -> what the error of the next step names
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("what", DIFFERENT, ids=lambda what: what.__name__)
 def test_what_ranks_must_have_in_common_is_compared_at_the_step(compare_fp32, what):
     def script(job):

@@ -401,6 +401,7 @@ RANK_1_DIFFERS = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", RANK_1_DIFFERS)
 def test_ranks_that_built_different_models_are_refused(pair, name):
     build, expected = RANK_1_DIFFERS[name]
@@ -437,6 +438,7 @@ ONE_RANK_IS_WRONG = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", ONE_RANK_IS_WRONG)
 def test_one_wrong_rank_is_named_by_all_ranks(pair, name):
     said = pair.run(complaint, ONE_RANK_IS_WRONG[name])

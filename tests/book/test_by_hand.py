@@ -106,6 +106,7 @@ def differing_stages(optimizer: str) -> list[int]:
         return [stage for stage, run in enumerate(others, 1) if not all(map(torch.equal, first, run))]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_stage_is_torch_ddp_to_the_bit_on_two_ranks(ranks, optimizer):
     for by_stage in ranks(2).run(gaps, optimizer):

@@ -36,6 +36,7 @@ from torch import nn
 EVERY_MODEL = ZOO | RARE
 WORLD_SIZES = (1, 2, 3, 4, 8)
 STAGES = (0, 1, 2, 3)
+QUICK = ("plain blocks", "tied embedding and head", "frozen", "unused on some ranks", "order changes", "checkpoint")
 
 
 def parities(case: Case, loops: list[Loop]) -> list[str]:
@@ -76,7 +77,8 @@ def in_pairs(names: list[str]) -> list[tuple[str, str, int]]:
     for index, name in enumerate(names):
         one, other = ("SGD", "AdamW")[:: 1 if index % 2 else -1]
         chosen += [(name, one, 1), (name, one, 2), (name, other, 2), (name, other, 8 if index % 8 == 0 else 4)]
-    return chosen
+    quick = [(name, optimizer, 2) for name in QUICK for optimizer in ("SGD", "AdamW")]
+    return [pytest.param(*each, marks=pytest.mark.check) if each in quick else each for each in chosen]
 
 
 @pytest.mark.parametrize("name, optimizer, world_size", in_pairs(list(ZOO)))

@@ -156,7 +156,7 @@ def interrupted(folder: Path, background: bool, **options) -> tuple[list[str], i
     return found, whole.zero.scaler.skipped if whole.zero.scaler else 0
 
 
-@pytest.mark.parametrize("N, stages", [(1, (0, 3)), (2, (0, 1, 2, 3)), (3, (2,))])
+@pytest.mark.parametrize("N, stages", [(1, (0, 3)), (2, (0, 1, 2, 3)), pytest.param(3, (2,), marks=pytest.mark.check)])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path, N, stages):
     kinds = {
         "AdamW": {"optimizer": adamw},
@@ -632,6 +632,7 @@ def unloadable(paths: list[Path], options: list[dict]) -> list[str]:
     return reasons
 
 
+@pytest.mark.check
 def test_300_flipped_bits_are_found(copy):
     random.seed(0)
     files = sorted((copy / "step-2").iterdir())
@@ -716,6 +717,7 @@ def frozen_first(model: Stack) -> Stack:
     return model
 
 
+@pytest.mark.check
 def test_another_models_checkpoint_is_refused(ranks, copy, row):
     others = [
         (
