@@ -5,11 +5,9 @@ import io
 
 import pytest
 import torch
-from both_ways import D_IN, D_OUT, EXACT, MIXED, STAGES, Block, Compare, D, Tower, descent, momentum
+from both_ways import D_IN, D_OUT, EXACT, MIXED, PRECISIONS, STAGES, Block, Compare, D, Tower, descent, momentum
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-
-PRECISIONS = [(stage, dtype) for stage in STAGES for dtype in (EXACT, MIXED) if (stage, dtype) != (2, MIXED)]
 
 
 @pytest.fixture(params=PRECISIONS, ids=lambda param: f"stage{param[0]}-{'bf16' if param[1] else 'fp32'}")

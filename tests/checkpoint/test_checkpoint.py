@@ -267,18 +267,19 @@ def own_part(zero, whole: dict) -> list[str]:
     return found + [key for key, value in taken["buffers"].items() if not torch.equal(value, whole["model"][key])]
 
 
-def test_any_stage_and_any_number_of_ranks_load_what_any_other_saved(ranks, tmp_path):
-    """All 256 of them: the states to the bit, and a step more as the uninterrupted run takes it."""
+def test_any_stage_and_any_number_of_ranks_load_what_any_number_of_ranks_saved(ranks, tmp_path):
+    """The states to the bit, and a step more as the uninterrupted run takes it.
+
+    Each number of ranks saves at one stage, another one each: files do not depend on it, as the next test shows.
+    """
 
     def begin():
-        states = {}
-        for stage in range(4):
-            zero = awkward(stage)
-            awkward_steps(zero, range(2))
-            place = f"{zero.world_size}-{stage}"
-            Checkpoints(tmp_path / place, zero).save(2, {})
-            states[place] = zero.state_dict()
-        return states
+        stage = (dist.get_world_size() + 1) % 4
+        zero = awkward(stage)
+        awkward_steps(zero, range(2))
+        place = f"{zero.world_size}-{stage}"
+        Checkpoints(tmp_path / place, zero).save(2, {})
+        return {place: zero.state_dict()}
 
     def uninterrupted():
         zero = awkward(0)
@@ -295,7 +296,7 @@ def test_any_stage_and_any_number_of_ranks_load_what_any_other_saved(ranks, tmp_
 
     (expected,) = ranks(1).run(uninterrupted)
     saved = {place: state for N in (1, 2, 3, 4) for place, state in ranks(N).run(begin)[0].items()}
-    assert len(saved) == 16
+    assert len(saved) == 4
     for M in (1, 2, 3, 4):
         ranks(M).run(go_on, saved, expected)
 
