@@ -12,7 +12,8 @@ import re
 def naming(*things: object) -> str:
     """A pattern that fits a text which has all of these, as words of their own, in any order.
 
-    >>> [bool(re.search(naming("rank 1", 4), text)) for text in ("4 on rank 1", "on rank 1\\n4", "rank 1 has 4.5", "rank 10, 4")]
+    >>> texts = "4 on rank 1", "on rank 1, but 4", "rank 1 has 4.5", "rank 10 has 4"
+    >>> [bool(re.search(naming("rank 1", 4), text)) for text in texts]
     [True, True, False, False]
     """
     return r"(?s)\A" + "".join(rf"(?=.*(?<![\w.]){re.escape(str(thing))}(?!\w|\.\d))" for thing in things)
