@@ -17,7 +17,7 @@ train: .venv/installed
 
 # Two files at a time: most tests are ranks that wait for each other.
 test: .venv/installed-test
-	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	.venv/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile \
 		--nbval --nbval-current-env notebooks --ignore notebooks/student
 

@@ -6,6 +6,7 @@ import sys
 from itertools import product
 
 import pytest
+from messages import naming
 
 from zero_mini.course.lesson import recorded
 from zero_mini.course.plots import calculator
@@ -114,10 +115,10 @@ def test_a_preset_is_its_number_of_parameters():
         ({"N": 0}, ("N must", "got 0", "> 0", "pass 1")),
         ({"N": -2}, ("N must", "got -2")),
         ({"N": 2.5}, ("N must", "got 2.5", "whole")),
-        ({"stage": 4}, ("stage", "got 4", "0, 1, 2, 3", "pass one of these")),
+        ({"stage": 4}, ("stage", "got 4", "0, 1, 2, 3")),
         ({"stage": -1}, ("stage", "got -1")),
-        ({"precision": "fp8"}, ("precision", "'fp8'", "fp32, bf16, fp16", "pass one of these")),
-        ({"optimizer": "Lion"}, ("optimizer", "'Lion'", "AdamW, SGD with momentum, SGD", "pass one of these")),
+        ({"precision": "fp8"}, ("precision", "'fp8'", "fp32, bf16, fp16")),
+        ({"optimizer": "Lion"}, ("optimizer", "'Lion'", "AdamW, SGD with momentum, SGD")),
         ({"gpu_GB": 0}, ("gpu_GB", "got 0", "> 0", "as 80")),
         ({"gpu_GB": "80"}, ("gpu_GB", "'80'", "number")),
     ],
@@ -133,7 +134,7 @@ def test_a_refusal_names_the_value_what_is_accepted_and_what_to_do(wrong, said):
 
 
 def test_the_formula_itself_refuses_an_optimizer_that_it_does_not_know():
-    with pytest.raises(ValueError, match="AdamW, SGD with momentum, SGD, not 'Lion'"):
+    with pytest.raises(ValueError, match=naming("AdamW, SGD with momentum, SGD", "'Lion'")):
         model_state_bytes(100, 2, 1, optimizer="Lion")
 
 
