@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from messages import naming
 from models import ZOO, Case, Checkpointed, CheckpointInCheckpoint
 from parity import Loop, exactly, parity
+from says import naming
 from test_memory_recorder import Tower
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks

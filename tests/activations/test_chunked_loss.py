@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from messages import naming
+from says import naming
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_mini.activations.chunked_loss import cross_entropy_in_chunks

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 from both_ways import D_IN, D_OUT, EXACT, MIXED, PRECISIONS, STAGES, Block, Compare, D, Tower, descent, momentum
-from messages import naming, tells
+from says import naming, tells
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from messages import tells
+from says import tells
 from torch import nn
 from torch.nn import functional as F
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from messages import tells
+from says import tells
 from torch import nn
 
 from zero_mini.comm import Comm, Launched

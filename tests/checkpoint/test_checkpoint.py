@@ -19,9 +19,9 @@ import filelock
 import pytest
 import torch
 import torch.distributed as dist
-from messages import naming, tells
 from models import RARE, ZOO, Block, Case, Stack, Turn
 from parity import adamw, exactly, sgd
+from says import naming, tells
 from torch import nn
 
 from zero_mini.binding.units import merge_blocks

@@ -6,7 +6,7 @@ import sys
 from itertools import product
 
 import pytest
-from messages import naming
+from says import naming, tells
 
 from zero_mini.course.lesson import recorded
 from zero_mini.course.plots import calculator
@@ -230,7 +230,7 @@ def test_totals_formulas_and_settings_are_written_as_the_paper_has_them():
     assert {"120 GB", "31.4 GB", "16.6 GB", "1.88 GB", "stage 2\nP_os+g\n2Ψ + 14Ψ/N", "optimizer 12Ψ"} <= set(told)
     note = next(text for text in told if text.startswith("parameters Ψ"))
     assert f"Ψ = 7,500,000,000, ranks N = 64, bf16{MASTER}, AdamW\n" in note
-    assert "Stage 2: 16.6 GB on each rank, 20.8 % of a GPU's 80 GB (1e9 bytes)" in note
+    assert tells(note, "Stage 2", "16.6 GB", "20.8 %", "80 GB", "1e9 bytes")
     told = written(draw_calculator(stage=0, precision="fp32", optimizer="SGD with momentum"))
     assert any("fp32, SGD with momentum\nStage 0: 90.0 GB on each rank, more than a GPU's 80 GB" in t for t in told)
     assert {"parameters 4Ψ", "optimizer 4Ψ", " a GPU's\n 80 GB"} <= set(told)

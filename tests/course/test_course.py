@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from messages import naming
+from says import naming
 
 from zero_mini.course import lesson
 

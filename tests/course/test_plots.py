@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from messages import naming, tells
+from says import naming, tells
 
 import zero_mini
 from zero_mini.comm import Call

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from messages import naming, tells
+from says import naming, tells
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import zero_mini.course.ranks

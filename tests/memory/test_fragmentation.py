@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from messages import naming
+from says import naming
 from torch import nn
 
 from zero_mini.activations.checkpointing import checkpoint, checkpoint_blocks

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from messages import naming
+from says import naming
 from torch import nn
 
 from zero_mini.trainer.gpt import GPT, PRESETS, GPTConfig, generate, init_weights, param_groups, parameter_count

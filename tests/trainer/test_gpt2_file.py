@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from messages import naming, tells
+from says import naming, tells
 
 from zero_mini import train_gpt
 from zero_mini.trainer.gpt import GPT, GPTConfig

@@ -13,7 +13,7 @@ import filelock
 import pytest
 import torch
 import torch.distributed as dist
-from messages import naming, tells
+from says import naming, tells
 
 from zero_mini import train_gpt
 from zero_mini.checkpoint.files import checkpoints

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from messages import naming
+from says import naming
 
 from zero_mini.trainer.text import batches, count_sequences, decode, encode, load, split, validation_batches
 

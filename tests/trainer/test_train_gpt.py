@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from messages import naming, tells
+from says import naming, tells
 
 from zero_mini import train_gpt
 from zero_mini.train_gpt import find_precision, main, prepare

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from messages import naming, tells
 from models import Block, Case, Stack
 from parity import OPTIMIZERS, CastDDP, Loop, build, copies_of, exactly, loss_of, place
+from says import naming, tells
 from torch import nn
 
 from zero_mini.update.loss_scale import LossScaler

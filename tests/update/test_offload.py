@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from messages import tells
 from models import ZOO
 from parity import CastDDP, Loop, TorchDDP, agree, parity
+from says import tells
 from test_train_gpt import SCRIPT, TINY, finish, refusal, said, start
 from torch import nn
 
