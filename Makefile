@@ -1,4 +1,4 @@
-# make train, test, lint, course, student, slides: each first puts what it needs into .venv, again when pyproject.toml changes.
+# make train, test, check, lint, course, student, slides: each first puts what it needs into .venv, again when pyproject.toml changes.
 #
 #     make train STAGE=3 N=4 ARGS="--steps 50"
 
@@ -7,7 +7,7 @@ STAGE ?= 2
 N ?= 2
 ARGS ?=
 
-.PHONY: train test matrix lint course lessons student slides
+.PHONY: train test check matrix lint course lessons student slides
 .NOTPARALLEL:
 
 # One thread a rank, as torchrun would set it with a warning.
@@ -17,9 +17,15 @@ train: .venv/installed
 
 # Two files at a time: most tests are ranks that wait for each other.
 test: .venv/installed-test
-	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	.venv/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile \
 		--nbval --nbval-current-env notebooks --ignore notebooks/student
+
+# One look at each claim, in under a minute: parity, a mistake that parity sees, wire, memory, late collectives, an
+# ordinary script, refusals, a dead rank, a checkpoint. tests/README.md has the claims.
+check: .venv/installed-test
+	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile -m "check and not gpu" $(ARGS) \
+		tests/book tests/memory tests/binding tests/checkpoint
 
 # A quick part of the tests on Python 3.10 to 3.13, each with three releases of torch; fewer, and builds without CUDA:
 #     make matrix ARGS="--python 3.12 --torch 2.9 newest --index-url https://download.pytorch.org/whl/cpu"

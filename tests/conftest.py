@@ -16,7 +16,7 @@ import torch.distributed as dist
 from zero_mini.course.ranks import Ranks
 
 pytest.register_assert_rewrite("both_ways")  # before its import: a failed assert shows the values, as in a test module
-from both_ways import EXACT, MIXED, STAGES, Compare, Note  # noqa: E402
+from both_ways import EXACT, PRECISIONS, STAGES, Compare, Note  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -93,9 +93,8 @@ def row(request) -> Iterator[Callable[..., None]]:
         write(request.config, table, rows, cards=0)
 
 
-# In mixed precision stage 2 has the parameters of stage 1 and the gradients of stage 3, line by line.
 @pytest.fixture(
-    params=[(stage, dtype) for stage in STAGES for dtype in (EXACT, MIXED) if (stage, dtype) != (2, MIXED)],
+    params=PRECISIONS,
     ids=lambda param: f"stage{param[0]}-{'bf16' if param[1] else 'fp32'}",
 )
 def compare(request, ranks, row) -> Compare:

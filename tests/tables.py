@@ -1,4 +1,4 @@
-"""Draw README.md beside this file: what goes wrong in systems like this one, what happens here, and who shows it.
+"""Draw FAILURES.md beside this file: what goes wrong in systems like this one, what happens here, and who shows it.
 
     python tests/tables.py
 
@@ -13,8 +13,10 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 MEASURED = FOLDER.parent / "zero_mini" / "measured"
 RECORD = (
-    "python -m pytest --record zero_mini/measured tests/test_{faults,checkpoint,resume,parity,refusals,parameters,"
-    "full_params,gradients,optimizers,exceptions,evaluation,unusual_models}.py"
+    "python -m pytest --record zero_mini/measured"
+    " tests/book/test_{faults,parity,gradients,exceptions,evaluation,unusual_models}.py"
+    " tests/binding/test_{refusals,parameters,full_params,optimizers}.py"
+    " tests/checkpoint/test_checkpoint.py tests/trainer/test_resume.py"
 )
 
 # What may go wrong -> the tests, models of the zoo and refusals that show what does happen.
@@ -245,4 +247,4 @@ def table(head: list[str], rows: list[list[object]]) -> str:
 
 
 if __name__ == "__main__":
-    (FOLDER / "README.md").write_text(draw())
+    (FOLDER / "FAILURES.md").write_text(draw())

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from models import ZOO, Case, Checkpointed, CheckpointInCheckpoint
 from parity import Loop, exactly, parity
+from says import naming
 from test_memory_recorder import Tower
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -243,7 +244,7 @@ def test_a_second_backward_needs_retain_graph_as_everywhere(way):
     once = [param.grad.clone() for param in block.parameters()]
     loss.backward()
     assert same([param.grad for param in block.parameters()], [2 * grad for grad in once])
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+    with pytest.raises(RuntimeError, match="retain_graph"):
         loss.backward()
 
 
@@ -290,7 +291,7 @@ def test_an_input_that_is_changed_before_backward_raises(way, deep):
     argument = {"a": [x]} if deep else x
     loss = way(lambda a: (a["a"][0] if deep else a).sin().cos(), argument).sum()
     x.add_(1)
-    with pytest.raises(RuntimeError, match=r"tensor 0 of the arguments, \(3, 4\).*version 0 .* 1 now.*clone\(\) it"):
+    with pytest.raises(RuntimeError, match=naming("(3, 4)", 0, 1, "clone()")):
         loss.backward()
 
 
@@ -298,13 +299,13 @@ def test_an_integer_input_that_is_changed_before_backward_raises():
     ids, table = torch.tensor([0, 1]), torch.ones(3, 2, requires_grad=True)
     loss = checkpoint(lambda ids: table[ids].sin(), ids).sum()
     ids[0] = 2
-    with pytest.raises(RuntimeError, match=r"tensor 0 of the arguments, \(2,\) torch.int64 on cpu, was changed"):
+    with pytest.raises(RuntimeError, match=naming("(2,)", "torch.int64", "cpu")):
         loss.backward()
 
 
 @pytest.mark.parametrize("way", OURS.values())
 def test_a_function_that_changes_its_input_raises_at_once(way):
-    with pytest.raises(RuntimeError, match=r"tensor 0 of the arguments, \(2,\).*clone\(\) it"):
+    with pytest.raises(RuntimeError, match=naming("(2,)", "clone()")):
         way(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2)), activation(2))
 
 
@@ -313,9 +314,7 @@ def test_a_parameter_that_is_changed_before_backward_raises():
     loss = checkpoint(block, x).sum()
     with torch.no_grad():
         block[1].weight.mul_(2)
-    with pytest.raises(
-        RuntimeError, match=r"of \d+ tensors .* number \d, \(6, 9\) .*changed in place.*version 1 .* 2 in backward"
-    ):
+    with pytest.raises(RuntimeError, match=naming("(6, 9)", 1, 2)):
         loss.backward()
 
 
@@ -326,7 +325,7 @@ def test_a_saved_result_that_the_function_changes_raises_as_without_checkpointin
 
     for way in (plain, checkpoint):
         loss = way(function, activation(2)).sum()
-        with pytest.raises(RuntimeError, match="changed in place|modified by an inplace operation"):
+        with pytest.raises(RuntimeError, match="in.?place"):
             loss.backward()
 
 
@@ -336,9 +335,7 @@ def test_a_second_run_that_saves_other_tensors_is_told_both():
 
     sizes = [2, 3]
     loss = checkpoint(function, activation(4)).sum()
-    with pytest.raises(
-        RuntimeError, match=r"of 1 tensors .* number 1 was \(3,\) torch.float32 on cpu .* is \(2,\) torch.float32"
-    ):
+    with pytest.raises(RuntimeError, match=naming("(3,)", "(2,)", "torch.float32")):
         loss.backward()
 
     def other_dtype(x):
@@ -346,7 +343,7 @@ def test_a_second_run_that_saves_other_tensors_is_told_both():
 
     dtypes = [torch.float64, torch.float32]
     loss = checkpoint(other_dtype, activation(4)).sum()
-    with pytest.raises(RuntimeError, match=r"was \(4,\) torch.float32 .* is \(4,\) torch.float64"):
+    with pytest.raises(RuntimeError, match=naming("(4,)", "torch.float32", "torch.float64")):
         loss.backward()
 
 
@@ -358,7 +355,7 @@ def test_a_second_run_that_saves_fewer_tensors_is_told_both_numbers():
 
     times = [2, 5]
     loss = checkpoint(function, activation(4)).sum()
-    with pytest.raises(RuntimeError, match="saved 5 tensors for backward in forward and 2 in the second run"):
+    with pytest.raises(RuntimeError, match=naming(5, 2)):
         loss.backward()
 
 
@@ -592,7 +589,7 @@ def test_one_input_at_a_time_is_on_the_device_between_its_copies(monkeypatch):
 
 
 def test_inputs_on_several_devices_are_refused():
-    with pytest.raises(ValueError, match=r"inputs on 2 devices \(cpu, meta\)"):
+    with pytest.raises(ValueError, match=naming("cpu", "meta")):
         HostMemory().put([torch.ones(2), torch.ones(2, device="meta")])
 
 
@@ -623,7 +620,7 @@ def test_blocks_are_chosen_by_their_place():
     assert checkpoint_blocks(model, every=2) == blocks[::2]
     assert ["forward" in vars(block) for block in blocks] == [True, False, True, False, True]
     assert checkpoint_blocks([blocks[1], blocks[3]]) == [blocks[1], blocks[3]]
-    with pytest.raises(ValueError, match="a Block is checkpointed already; `del block.forward`"):
+    with pytest.raises(ValueError, match=naming("Block", "del block.forward")):
         checkpoint_blocks(model, every=3)
     for block in blocks:
         del block.forward
@@ -636,10 +633,10 @@ def test_blocks_of_one_model_share_their_host_memory():
 
 
 def test_wrong_choices_are_refused():
-    with pytest.raises(ValueError, match="no repeated blocks"):
+    with pytest.raises(ValueError, match="ModuleList"):
         checkpoint_blocks(nn.Linear(2, 2))
     for choice in ({"every": 0}, {"keep": "disk"}):
-        with pytest.raises(ValueError, match="every >= 1 and keep 'device', 'host' or an Arena"):
+        with pytest.raises(ValueError, match=naming("every", "keep", "'device'", "'host'", "Arena")):
             checkpoint_blocks(GPT(CONFIG), **choice)
 
 

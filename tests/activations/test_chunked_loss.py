@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from says import naming
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_mini.activations.chunked_loss import cross_entropy_in_chunks
@@ -61,7 +62,7 @@ def test_no_more_than_a_chunk_s_logits_exist_at_a_time(chunks):
 
 @pytest.mark.parametrize("chunks", [0, -1])
 def test_no_chunk_at_all_is_refused(chunks):
-    with pytest.raises(ValueError, match=f"at least 1 chunk .got {chunks}"):
+    with pytest.raises(ValueError, match=naming(1, chunks)):
         cross_entropy_in_chunks(torch.ones(2, 2), torch.ones(3, 2), torch.tensor([0, 1]), chunks)
 
 

@@ -266,7 +266,7 @@ def test_a_write_in_place_between_forward_and_backward_raises_as_in_torch(compar
         loss = job.loss(1)
         with torch.no_grad():
             PARTS[part](job.model).mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with pytest.raises(RuntimeError, match="inplace"):
             loss.backward()
 
     compare(script, may_raise=True)

@@ -107,6 +107,7 @@ def differing_stages(optimizer: str) -> list[int]:
         return [stage for stage, run in enumerate(others, 1) if not all(map(torch.equal, first, run))]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_stage_is_torch_ddp_to_the_bit_on_two_ranks(ranks, optimizer):
     for by_stage in ranks(2).run(gaps, optimizer):
@@ -135,6 +136,7 @@ class Wire(TorchDispatchMode):
     def __init__(self, expected: list[int]):
         super().__init__()
         self.calls, self.gradients, self.alive, self.expected = [], [], [], expected
+        self.patience_s = 2.0  # of all looks together
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op.namespace == "c10d":
@@ -147,9 +149,10 @@ class Wire(TorchDispatchMode):
 
     def look(self, *_) -> None:
         """Note how many of the gradients seen so far are in memory."""
-        expected, deadline = self.expected[len(self.alive)], time.monotonic() + 2
-        while (count := self.count()) != expected and time.monotonic() < deadline:
-            time.sleep(0.001)  # gloo's thread may hold a buffer for a moment after the collective returned
+        expected = self.expected[len(self.alive)]
+        while (count := self.count()) != expected and self.patience_s > 0:
+            time.sleep(0.01)  # gloo's thread may hold a buffer for a moment after the collective returned
+            self.patience_s -= 0.01
         self.alive.append(count)
 
     def count(self) -> int:

@@ -1,7 +1,7 @@
 """When one rank dies, raises, is late or goes another way, the others leave, and say which rank it was and where.
 
-Every fault is a real one, in real processes on gloo. What the others said is row by row in README.md, beside
-this file.
+Every fault is a real one, in real processes on gloo. What the others said is row by row in
+tests/FAILURES.md.
 """
 
 import os
@@ -16,6 +16,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from says import tells
 from test_train_gpt import SCRIPT, TINY, finish, free_port, start
 from test_train_gpt import said as said_by_trainer
 from torch import nn
@@ -92,7 +93,7 @@ def said_by_others(stage: int, fault: Fault, culprit: int, first: str, world_siz
     assert time.monotonic() - begin < WITHIN_S
     message = str(caught.value)
     assert re.match(first, message), message
-    found = re.findall(r"^ranks? ([\d, ]+) raised [\w.]+LostRank: (.*)$", message, re.M)
+    found = re.findall(r"^ranks? ([\d, ]+)\b.*LostRank: (.*)$", message, re.M)
     said = {int(rank): line for ranks, line in found for rank in ranks.split(", ")}
     assert said, message
     return {rank: without_address(said[rank]) for rank in sorted(said)}
@@ -102,7 +103,9 @@ def without_address(message: str) -> str:
     return re.sub(r" \[[\d.:]+\]:\d+", "", message)
 
 
-PLACE = r"((all_reduce|reduce_scatter|all_gather) of [\w.]+|a word between ranks in a step), number \d+ of step \d"
+def names_two_places(line: str) -> bool:
+    """Where it waits itself, and the last that the culprit launched."""
+    return all(len(re.findall(rf"\b{count} \d+", line)) >= 2 for count in ("number", "step"))
 
 
 def clearest(said: dict[int, str], culprit: int) -> str:
@@ -111,13 +114,14 @@ def clearest(said: dict[int, str], culprit: int) -> str:
     (In a ring, a rank that the news has not reached yet is as silent as a dead one. The last to fail knows best.)
     """
     for rank, line in said.items():
-        assert re.match(rf"{PLACE} on rank {rank}, did not complete: ", line), line
-        assert re.search(
-            rf"rank {culprit} (did not come so far|came so far, and says nothing more): .* is {PLACE}", line
-        )
-    best = [line for line in said.values() if line.count("the last it launched") == 1]
+        assert tells(line, f"rank {rank}", f"rank {culprit}") and names_two_places(line)
+    best = [line for rank, line in said.items() if ranks_in(line) == {rank, culprit}]
     assert best, said
     return best[0]
+
+
+def ranks_in(line: str) -> set[int]:
+    return {int(rank) for rank in re.findall(r"\brank (\d+)", line)}
 
 
 # --- a rank that is gone --------------------------------------------------------------------------
@@ -138,11 +142,11 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES[:3], pytest.param(3, marks=pytest.mark.check)])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_when_a_rank_is_killed_the_others_leave_and_name_it(row, moment, stage):
     culprit = (stage + list(MOMENTS).index(moment)) % N  # every rank in every moment
-    said = said_by_others(stage, lambda job: MOMENTS[moment](job, die), culprit, rf"rank {culprit} died of SIGKILL\n")
+    said = said_by_others(stage, lambda job: MOMENTS[moment](job, die), culprit, rf"rank {culprit}\b.*SIGKILL\n")
     row("faults", f"kill -9 in {moment}", stage=stage, culprit=culprit, says=clearest(said, culprit))
 
 
@@ -151,7 +155,7 @@ def test_when_a_rank_raises_the_others_leave_and_name_it(row, moment, stage, cul
     def fault(job):
         MOMENTS[moment](job, fail)
 
-    said = said_by_others(stage, fault, culprit, rf"rank {culprit} raised KeyError: 'from the culprit'\n")
+    said = said_by_others(stage, fault, culprit, rf"rank {culprit}\b.*KeyError: 'from the culprit'\n")
     row("faults", f"an exception in {moment}", stage=stage, culprit=culprit, says=clearest(said, culprit))
 
 
@@ -167,15 +171,15 @@ def has_no_more_batches(job: Job) -> None:
 
 
 def test_a_rank_that_is_late_is_named_by_those_who_waited(row, stage=3, culprit=1):
-    said = said_by_others(stage, is_late, culprit, r"rank \d raised [\w.]+LostRank")
-    assert all("Timed out waiting 2000ms" in line for line in said.values())
+    said = said_by_others(stage, is_late, culprit, r"rank \d\b.*LostRank")
+    assert all("2000ms" in line for line in said.values())
     row("faults", "a rank is late", stage=stage, culprit=culprit, says=clearest(said, culprit))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_with_fewer_batches_is_named_by_those_who_have_more(row, stage):
     culprit = stage % N
-    said = said_by_others(stage, has_no_more_batches, culprit, r"rank \d raised [\w.]+LostRank")
+    said = said_by_others(stage, has_no_more_batches, culprit, r"rank \d\b.*LostRank")
     row("faults", "a rank has fewer batches", stage=stage, culprit=culprit, says=clearest(said, culprit))
 
 
@@ -212,14 +216,9 @@ WAYS = {
     "skips a unit": (skips_a_unit, 3, "all_gather of blocks.1", "reduce_scatter of blocks.3"),
     "gathers another unit": (takes_another_unit, 3, "all_gather of blocks.0", "all_gather of blocks.1"),
     "gathers a larger unit": (takes_a_larger_unit, 3, "all_gather of blocks.2", "all_gather of blocks.3"),
-    "generates one token more": (
-        generates_longer,
-        3,
-        "all_gather of root",
-        "all_gather of root in a forward without gradients",
-    ),
+    "generates one token more": (generates_longer, 3, "all_gather of root", "all_gather of root"),
     "skips a collective": (does_not_clip, 2, "all_gather of norm", "all_gather of root"),
-    "issues another collective": (saves_alone, 1, "a word between ranks", "model.state_dict() on every rank"),
+    "issues another collective": (saves_alone, 1, "", "model.state_dict()"),
 }
 
 
@@ -228,7 +227,8 @@ def test_a_rank_that_goes_another_way_is_an_error_that_names_both_ways(row, what
     fault, stage, ours, theirs = WAYS[what]
     said = said_by_others(stage, fault, 1, "rank")
     for line in said.values():
-        assert theirs in line and (ours in line or fault is saves_alone)
+        assert theirs in line and ours in line
+        assert line.count(ours) >= 2 or ours != theirs
     row("faults", f"a rank {what}", stage=stage, culprit=1, says=next(iter(said.values())))
 
 
@@ -247,7 +247,7 @@ def test_the_trainer_leaves_with_one_line_when_rank_0_is_killed(row):
         finish(ranks[0])
     (line,) = said_by_trainer(err)
     assert status == 2
-    assert re.match(rf"train_gpt.py: error: {PLACE} on rank 1, did not complete: .*rank 0", line), line
+    assert tells(line, "train_gpt.py: error:", "rank 1", "rank 0") and re.search(r"\bnumber \d+", line)
     row("faults", "kill -9 of the trainer's rank 0", stage=3, culprit=0, says=without_address(line))
 
 
@@ -273,7 +273,7 @@ def test_a_taken_port_is_said(row):
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         with pytest.raises(OwnRefusal) as caught:
             open_store(Place(0, 2, 0, 2), environ, timedelta(seconds=2))
-    assert re.match(rf"port {port} is taken; choose another MASTER_PORT, or torchrun --standalone", str(caught.value))
+    assert tells(str(caught.value), port, "MASTER_PORT", "--standalone")
     row("faults", "the port is taken", culprit=0, says=str(caught.value).replace(str(port), "29500"))
 
 
@@ -285,36 +285,20 @@ def pages(*lines: str) -> dict[tuple[int, int], str]:
 
 
 @pytest.mark.parametrize(
-    "read, silent, account",
+    "read, silent, named, things",
     [
-        (
-            [pages("a", "b"), pages("a")],
-            [1],
-            "rank 1 did not come so far: the last it launched is a, number 1 of step 7",
-        ),
-        (
-            [pages("a", "b"), pages("a"), pages("a")],
-            [1],
-            "rank 1 did not come so far: the last it launched is a, number",
-        ),
-        ([pages("a", "b"), pages("a"), pages("a", "b")], [1, 2], "rank 1 did not come so far"),
-        (
-            [pages("a", "b"), pages("a", "b", "c")],
-            [1],
-            "rank 1 came so far, and says nothing more: the last it launched",
-        ),
-        ([pages("a", "b"), {}], [1], "rank 1 did not come so far: the last it launched is nothing"),
-        (
-            [pages("a", "b"), pages("a", "c")],
-            [],
-            "ranks ran different modules: number 2 of step 7 is b on rank 0 but c on",
-        ),
-        ([pages("a", "b"), pages("a", "b")], [], "every rank came so far"),
+        ([pages("a", "b"), pages("a")], [1], {1}, ["a", "number 1", "step 7"]),
+        ([pages("a", "b"), pages("a"), pages("a")], [1], {1}, ["a", "number 1", "step 7"]),
+        ([pages("a", "b"), pages("a"), pages("a", "b")], [1, 2], {1}, ["a", "number 1", "step 7"]),
+        ([pages("a", "b"), pages("a", "b", "c")], [1], {1}, ["c", "number 3", "step 7"]),
+        ([pages("a", "b"), {}], [1], {1}, []),
+        ([pages("a", "b"), pages("a", "c")], [], {0, 1}, ["number 2", "step 7", "b on rank 0", "c on rank 1"]),
+        ([pages("a", "b"), pages("a", "b")], [], set(), []),
     ],
 )
-def test_the_pages_of_all_ranks_show_who_is_missing(read, silent, account):
+def test_the_pages_of_all_ranks_show_who_is_missing(read, silent, named, things):
     said = Whereabouts(dist.HashStore(), 0, len(read)).judge(read, (7, 2), silent)
-    assert said.startswith(account) and said.count("the last it launched") <= 1
+    assert ranks_in(said) == named and tells(said, *things)
 
 
 def test_pages_hold_the_last_steps_and_do_not_grow():

@@ -197,7 +197,7 @@ def test_a_second_backward_without_retain_graph_raises_as_in_torch(compare):
     def script(job):
         loss = job.loss(0)
         loss.backward()
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        with pytest.raises(RuntimeError, match="retain_graph"):
             loss.backward()
         job.train(1, 2)
 

@@ -34,8 +34,9 @@ from parity import (
 from torch import nn
 
 EVERY_MODEL = ZOO | RARE
-WORLD_SIZES = (1, 2, 3, 4, 8)
+WORLD_SIZES = (1, 2, 3, 8)
 STAGES = (0, 1, 2, 3)
+QUICK = ("plain blocks", "tied embedding and head", "frozen", "unused on some ranks", "order changes", "checkpoint")
 
 
 def parities(case: Case, loops: list[Loop]) -> list[str]:
@@ -55,7 +56,7 @@ def note(row, name: str) -> None:
 # --- against torch DDP ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_torch_ddp_equals_itself(ranks, world_size):
     def twice(case: Case, loop: Loop) -> list[str]:
         with exactly():
@@ -76,7 +77,8 @@ def in_pairs(names: list[str]) -> list[tuple[str, str, int]]:
     for index, name in enumerate(names):
         one, other = ("SGD", "AdamW")[:: 1 if index % 2 else -1]
         chosen += [(name, one, 1), (name, one, 2), (name, other, 2), (name, other, 8 if index % 8 == 0 else 4)]
-    return chosen
+    quick = [(name, optimizer, 2) for name in QUICK for optimizer in ("SGD", "AdamW")]
+    return [pytest.param(*each, marks=pytest.mark.check) if each in quick else each for each in chosen]
 
 
 @pytest.mark.parametrize("name, optimizer, world_size", in_pairs(list(ZOO)))
@@ -103,7 +105,7 @@ def test_every_stage_trains_rare_models_as_torch_ddp_does(ranks, row, name):
 @pytest.mark.parametrize(
     "name, world_size",
     [
-        *itertools.product(["plain blocks"], WORLD_SIZES),
+        *itertools.product(["plain blocks"], [1, 2, 3]),
         *itertools.product(["tied embedding and head", "unused on some ranks", "buffers", "frozen", "odd sizes"], [2]),
         *itertools.product(["0-dim and 0-element", "unit called twice", "order changes"], [2]),
         *itertools.product(["checkpoint", "checkpoint, re-entrant"], [2]),  # at N = 3 all models, against float64
@@ -117,7 +119,7 @@ def test_micro_batches_add_up_as_in_torch_ddp_with_and_without_no_sync(ranks, na
 @pytest.mark.parametrize(
     "name, world_size",
     [
-        *itertools.product(["tied embedding and head"], WORLD_SIZES),
+        *itertools.product(["tied embedding and head"], [1, 2, 3]),
         *itertools.product(["plain blocks", "tied blocks", "frozen", "odd sizes", "unused on some ranks"], [2]),
     ],
 )
@@ -130,19 +132,13 @@ def test_clipping_is_torchs_and_its_norm_one_float_everywhere(ranks, name, world
     assert agree(ranks(world_size).run(parities, EVERY_MODEL[name], loops))
 
 
-@pytest.mark.parametrize(
-    "name, world_size",
-    [
-        *itertools.product(["no root", "tied embedding and head", "buffers", "order changes", "checkpoint"], [2]),
-        ("order changes", 3),
-    ],
-)
+@pytest.mark.parametrize("name, world_size", [("no root", 2), ("buffers", 2), ("checkpoint", 2), ("order changes", 3)])
 def test_forwards_without_backward_between_the_steps_change_nothing(ranks, name, world_size):
     loops = [Loop("SGD", evaluate=True), Loop("AdamW", steps=2, evaluate=True, micro_batches=2, no_sync=True)]
     assert agree(ranks(world_size).run(parities, EVERY_MODEL[name], loops))
 
 
-@pytest.mark.parametrize("name", ["plain blocks", "tied embedding and head", "order changes", "checkpoint of two"])
+@pytest.mark.parametrize("name", ["order changes", "checkpoint of two"])
 def test_looking_at_the_numbers_after_every_step_does_not_change_them(ranks, name):
     """Nor does it put right what training alone does wrong: the unwatched run is the one that users have.
 
@@ -210,7 +206,7 @@ def orders_of_summation() -> tuple[list[int], list[float], list[str]]:
     return unequal, [largest_gap(run, exact) for run in runs], beyond
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_from_three_ranks_on_the_order_of_a_sum_depends_on_its_place_in_the_buffer(ranks, world_size):
     """a + b is b + a, but (a + b) + c is not a + (b + c), and which of them a ring computes for an element depends on
     the chunk that the element falls into. So torch DDP with other buckets does not equal torch DDP, at N >= 3.
@@ -263,14 +259,11 @@ def test_whole_numbers_come_out_exact_in_any_order_of_summation(ranks, world_siz
     """Lost, doubled, shifted, stale, unscaled gradients and padding that is not zero would show to the bit."""
 
     def compare() -> list[str]:
-        found = []
-        for loop in (
-            Loop("dyadic SGD"),
-            Loop("dyadic SGD", micro_batches=2),
-            Loop("dyadic SGD", micro_batches=4, no_sync=True, watch=False),
-            Loop("dyadic SGD", units=(), watch=False),
-            Loop("dyadic SGD", units=("blocks.1", "root"), watch=False),
-        ):
+        found, loops = [], [Loop("dyadic SGD", micro_batches=4, no_sync=True, watch=False)]
+        if world_size < 8:  # eight ranks take their time
+            loops += [Loop("dyadic SGD"), Loop("dyadic SGD", micro_batches=2)]
+            loops += [Loop("dyadic SGD", units=units, watch=False) for units in ((), ("blocks.1", "root"))]
+        for loop in loops:
             with empties_full_of(7777.0):
                 runs = each_stage(INTEGERS, loop)
             expected = whole_numbers(loop)
@@ -282,15 +275,14 @@ def test_whole_numbers_come_out_exact_in_any_order_of_summation(ranks, world_siz
     assert agree(ranks(world_size).run(compare))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("name", ["tied blocks", "odd sizes", "0-dim and 0-element", "unused on some ranks"])
-def test_memory_full_of_numbers_that_nobody_wrote_changes_no_gradient_and_no_norm(ranks, name, world_size):
+def test_memory_full_of_numbers_that_nobody_wrote_changes_no_gradient_and_no_norm(ranks, name):
     def among_empties(case: Case, loops: list[Loop]) -> list[str]:
         with empties_full_of(7777.0):
             return parities(case, loops)
 
     loops = [Loop("AdamW", clip=(0.05, 2.0)), Loop("SGD", steps=1, clip=(0.05, 2.0), micro_batches=2, no_sync=True)]
-    assert agree(ranks(world_size).run(among_empties, EVERY_MODEL[name], loops))
+    assert agree(ranks(3).run(among_empties, EVERY_MODEL[name], loops))
 
 
 def close_to_1e9(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -315,7 +307,7 @@ def test_in_float64_every_stage_trains_as_one_process_with_the_whole_batch(ranks
     assert agree(ranks(3).run(compare, case, loop))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_the_first_step_of_adam_moves_every_coordinate_by_the_learning_rate(ranks, world_size):
     def compare(case: Case) -> list[str]:
         found = []
@@ -329,7 +321,7 @@ def test_the_first_step_of_adam_moves_every_coordinate_by_the_learning_rate(rank
     assert agree(ranks(world_size).run(compare, ZOO["tied embedding and head"]))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_a_tied_gradient_is_the_sum_of_both_uses(ranks, world_size):
     def compare(case: Case) -> list[str]:
         loop = Loop("SGD", steps=1)
@@ -347,7 +339,7 @@ def test_a_tied_gradient_is_the_sum_of_both_uses(ranks, world_size):
     assert agree(ranks(world_size).run(compare, ZOO["tied embedding and head"]))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [2, 8])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_the_coefficient_of_clipping_is_the_maximum_over_the_norm(ranks, norm_type, world_size):
     def compare() -> list[str]:
@@ -388,7 +380,7 @@ def test_bf16_is_torch_ddp_with_a_bf16_copy_to_the_bit(ranks, optimizer, world_s
     assert agree(ranks(world_size).run(compare, Loop(optimizer, compute_dtype=torch.bfloat16)))
 
 
-@pytest.mark.parametrize("world_size, micro_batches", [(1, 1), (2, 1), (3, 1), (1, 4), (3, 4)])
+@pytest.mark.parametrize("world_size, micro_batches", [(2, 1), (3, 4)])
 def test_bf16_strays_no_further_from_fp32_than_twice_what_torch_ddp_in_bf16_does(ranks, micro_batches, world_size):
     """DDP in bf16: a bf16 copy of the model under DDP, an fp32 master copy under the optimizer."""
 

@@ -363,5 +363,5 @@ def load(job):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_any_training_is_what_it_is_alone(ranks, stage):
-    few = settings(FEW, max_examples=20, stateful_step_count=20)
+    few = settings(FEW, max_examples=10, stateful_step_count=20)
     run_state_machine_as_test(lambda: Training(ranks(2), stage), settings=few)

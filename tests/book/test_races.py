@@ -40,7 +40,9 @@ TRAINED = [
 ]
 
 
-@pytest.fixture(params=DELAYS.values(), ids=DELAYS)
+@pytest.fixture(
+    params=[pytest.param(DELAYS["every collective"], marks=pytest.mark.check), *list(DELAYS.values())[1:]], ids=DELAYS
+)
 def delay(request) -> Delay:
     """Which collectives are late."""
     return request.param
@@ -95,6 +97,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name, stage", [(name, stage) for name, (_, stages) in MUTANTS.items() for stage in stages])
 def test_a_slow_wire_shows_that(ranks, name, stage):
     for found, _ in ranks(2).run(late_and_prompt, Delay(), stage, "plain blocks", CLIPPED, [MUTANTS[name][0]]):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from says import tells
 from torch import nn
 
 from zero_mini.comm import Comm
@@ -111,7 +112,7 @@ def changed_at_rest(stage, through_data):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_write_that_nothing_can_follow_raises(ranks, stage, through_data):
     for said in ranks(2).run(changed_at_rest, stage, through_data):
-        assert "blocks.0.weight" in said and "zero.full_params()" in said
+        assert tells(said, "blocks.0.weight", "zero.full_params()")
 
 
 def late_peer():
@@ -135,8 +136,8 @@ def late_peer():
 
 def test_a_collective_that_fails_says_which_it_was_where_and_when(ranks):
     for rank, said in enumerate(ranks(2).run(late_peer)):
-        assert said.startswith(f"reduce_scatter of blocks.3, number 1 of step 12 on rank {rank}, did not complete")
-        assert said.endswith("(Timed out waiting 60000ms for recv operation to complete)")
+        assert tells(said, "reduce_scatter of blocks.3", "number 1", "step 12", f"rank {rank}", "60000ms")
+        assert "C++" not in said
 
 
 class Scaled(nn.Module):

@@ -246,7 +246,7 @@ def test_ranks_that_run_different_blocks_never_take_each_others_numbers(compare)
         job.train(0, 1)
 
     error = compare(script, build=Forks, optimizer=descent, may_raise=compare.stage == 3)
-    assert compare.stage < 3 or "ranks ran different modules" in error
+    assert compare.stage < 3 or all(f"rank {rank}" in error for rank in (0, 1))
 
 
 # --- what the user hung on the model ------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """The wire contract (section 7 of the paper): what a step sends, counted call by call."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -79,7 +81,7 @@ def expected_numel(stage, k, units):
     return k * (3 * psi - kept - root) - (k - 1) * (again + root)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.check), 3, 4, 8])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_sends_the_closed_form_to_the_element_and_never_more_than_the_paper_says(ranks, stage, world_size):
     for k in (1, 3):
@@ -100,6 +102,7 @@ def test_padding_is_less_than_one_alignment_a_parameter_and_rank(ranks):
         assert sum(sizes[name]) <= P < sum(sizes[name]) + 32 * (len(sizes[name]) + 3)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_rank_launches_the_same_calls_in_the_same_order(ranks, stage):
     for k in (1, 2):
@@ -114,6 +117,7 @@ def test_reductions_start_in_reverse_unit_order_at_every_stage(ranks):
         assert reduced == [name for name, _ in reversed(units)]
 
 
+@pytest.mark.check
 def test_stage_3_launches_each_gather_one_unit_ahead_of_its_use(ranks):
     calls, units, _ = ranks(2).run(steps, 3)[0]
     names = [name for name, _ in units]  # root, blocks.0, ...
@@ -171,4 +175,4 @@ def run_other_blocks(stage):
 def test_ranks_that_gather_different_units_are_told_both_names(ranks):
     said = ranks(2).run(run_other_blocks, 3)
     assert said[0] == said[1]
-    assert "all_gather of blocks.2 on rank 0 but all_gather of blocks.3 on rank 1" in said[0]
+    assert re.search(r"all_gather of blocks\.2\b.*rank 0\b.*all_gather of blocks\.3\b.*rank 1\b", said[0])

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from models import RARE, ZOO, Block, Case, Stack, Turn
 from parity import adamw, exactly, sgd
+from says import naming, tells
 from torch import nn
 
 from zero_mini.binding.units import merge_blocks
@@ -156,7 +157,7 @@ def interrupted(folder: Path, background: bool, **options) -> tuple[list[str], i
     return found, whole.zero.scaler.skipped if whole.zero.scaler else 0
 
 
-@pytest.mark.parametrize("N, stages", [(1, (0, 3)), (2, (0, 1, 2, 3)), (3, (2,))])
+@pytest.mark.parametrize("N, stages", [(1, (0, 3)), (2, (0, 1, 2, 3)), pytest.param(3, (2,), marks=pytest.mark.check)])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path, N, stages):
     kinds = {
         "AdamW": {"optimizer": adamw},
@@ -267,18 +268,19 @@ def own_part(zero, whole: dict) -> list[str]:
     return found + [key for key, value in taken["buffers"].items() if not torch.equal(value, whole["model"][key])]
 
 
-def test_any_stage_and_any_number_of_ranks_load_what_any_other_saved(ranks, tmp_path):
-    """All 256 of them: the states to the bit, and a step more as the uninterrupted run takes it."""
+def test_any_stage_and_any_number_of_ranks_load_what_any_number_of_ranks_saved(ranks, tmp_path):
+    """The states to the bit, and a step more as the uninterrupted run takes it.
+
+    Each number of ranks saves at one stage, another one each: files do not depend on it, as the next test shows.
+    """
 
     def begin():
-        states = {}
-        for stage in range(4):
-            zero = awkward(stage)
-            awkward_steps(zero, range(2))
-            place = f"{zero.world_size}-{stage}"
-            Checkpoints(tmp_path / place, zero).save(2, {})
-            states[place] = zero.state_dict()
-        return states
+        stage = (dist.get_world_size() + 1) % 4
+        zero = awkward(stage)
+        awkward_steps(zero, range(2))
+        place = f"{zero.world_size}-{stage}"
+        Checkpoints(tmp_path / place, zero).save(2, {})
+        return {place: zero.state_dict()}
 
     def uninterrupted():
         zero = awkward(0)
@@ -295,7 +297,7 @@ def test_any_stage_and_any_number_of_ranks_load_what_any_other_saved(ranks, tmp_
 
     (expected,) = ranks(1).run(uninterrupted)
     saved = {place: state for N in (1, 2, 3, 4) for place, state in ranks(N).run(begin)[0].items()}
-    assert len(saved) == 16
+    assert len(saved) == 4
     for M in (1, 2, 3, 4):
         ranks(M).run(go_on, saved, expected)
 
@@ -426,7 +428,7 @@ def test_what_no_file_holds_is_not_made_up():
 
     stored.fill(target := torch.full((3,), 7.0), Unit, 3)
     assert target.tolist() == [1, 2, 0]
-    with pytest.raises(ValueError, match="2 elements of w lie in no file"):
+    with pytest.raises(ValueError, match=naming(2, "w")):
         stored.fill(torch.zeros(5), Unit, 0)
 
 
@@ -489,7 +491,7 @@ def test_a_full_disk_is_the_same_error_on_all_ranks_and_harms_nothing(ranks, tmp
         at_the_manifest = name == "manifest.json"
         reason = one_reason(ranks(2).run(full, victim, limit, at_the_manifest, background=limit == 3000))
         folder = tmp_path / f"{victim}-{limit}"
-        assert reason.startswith(f"rank {victim}: {folder}/step-2") and "File too large; make room" in reason
+        assert tells(reason, f"rank {victim}", "File too large") and f"{folder}/step-2" in reason
         assert names_in(folder) == ["lock", "step-1", "step-2"]
     result = "the save fails on all ranks, earlier checkpoints stay"
     row("saving", "the disk is full during a save", result=result, says=told(reason, folder))
@@ -509,7 +511,7 @@ def test_a_folder_that_must_not_be_written_to(ranks, row):
         os.chmod(folder, 0o555)
         for path in (Path(folder), Path(folder) / "new"):
             reason = one_reason(ranks(2).run(read_only, path))
-            assert reason.startswith(f"rank 0: {path}") and "Permission denied; make room, or choose" in reason
+            assert tells(reason, "rank 0", path, "Permission denied")
         assert os.listdir(folder) == []
     row("saving", "the folder is read-only", result="refused on all ranks", says=told(reason, Path(folder)))
 
@@ -529,17 +531,16 @@ def test_what_a_checkpoint_cannot_hold_is_refused(ranks, tmp_path):
             job.optimizer.zero_grad(set_to_none=False)
             Checkpoints(tmp_path / f"{stage}-zero", job.zero).save(1, {})
         to.save(2, {})
-        with pytest.raises(ValueError, match="step 2 is not after step 2, which was saved or gone on from"):
+        with pytest.raises(ValueError, match=naming("step 2")):
             to.save(2, {})
         assert names_in(tmp_path / "3") == ["lock"]
         return reasons
 
     (generator, function, *gradients), other = ranks(2).run(odd)
     assert other == [generator, function, *gradients]
-    assert re.match(r"rank 1: extra holds torch\.\S*Generator, which a checkpoint cannot hold: give tensors", generator)
-    assert function.startswith(f"rank 1: {tmp_path / 'step-2.tmp' / 'rank-1.pt'}: ")
-    message = "rank 0: there are gradients, which no checkpoint holds: save after step() and zero_grad()"
-    assert gradients == [message] * 4
+    assert tells(generator, "rank 1", "extra") and "Generator" in generator
+    assert tells(function, "rank 1", tmp_path / "step-2.tmp" / "rank-1.pt")
+    assert len(gradients) == 4 and tells(one_reason(gradients), "rank 0", "step()", "zero_grad()")
     assert [name for name in names_in(tmp_path) if name.startswith("step")] == ["step-2"]
 
 
@@ -548,7 +549,7 @@ def test_two_jobs_in_one_folder(ranks, tmp_path, row):
     with filelock.FileLock(tmp_path / "lock"):
         reason = one_reason(ranks(2).run(lambda: refused(lambda: Checkpoints(tmp_path, Job(1).zero))))
         assert names_in(tmp_path) == ["lock", "step-1.tmp"]
-    assert reason == f"rank 0: another job is writing to {tmp_path}: give each a folder of its own"
+    assert tells(reason, "rank 0", tmp_path)
     result = "the second is refused on all ranks"
     row("saving", "two jobs write to one folder", result=result, says=told(reason, tmp_path))
 
@@ -556,16 +557,13 @@ def test_two_jobs_in_one_folder(ranks, tmp_path, row):
         first, second = Job(1), Job(1)
         to = Checkpoints(tmp_path, first.zero)
         to.save(1, {})
-        assert "another job is writing" in refused(lambda: Checkpoints(tmp_path, second.zero))
+        assert tells(refused(lambda: Checkpoints(tmp_path, second.zero)), tmp_path)
         to.close()
         return refused(lambda: Checkpoints(tmp_path, second.zero))
 
     reason = one_reason(ranks(2).run(in_turns))
     assert names_in(tmp_path) == ["lock", "step-1"]
-    assert reason == (
-        f"rank 0: {tmp_path / 'step-1'} is later than step 0, at which this job begins: go on from it, delete it, or "
-        "choose another folder"
-    )
+    assert tells(reason, "rank 0", tmp_path / "step-1", "step 0")
 
 
 def test_the_last_complete_ones_are_kept_and_a_damaged_one_makes_room(ranks, tmp_path):
@@ -632,6 +630,7 @@ def unloadable(paths: list[Path], options: list[dict]) -> list[str]:
     return reasons
 
 
+@pytest.mark.check
 def test_300_flipped_bits_are_found(copy):
     random.seed(0)
     files = sorted((copy / "step-2").iterdir())
@@ -658,20 +657,20 @@ def test_damage_is_the_same_error_on_all_ranks_and_changes_nothing(ranks, copy, 
         (step / "manifest.json").write_bytes(seal(body.replace(b'"format": 1', b'"format": 2')))
 
     damages = {
-        "a file is truncated": (lambda step: truncate(step / "rank-1.pt"), f"rank-1.pt has {size - 1} bytes, the man"),
-        "a file is missing": (lambda step: (step / "rank-1.pt").unlink(), "rank-1.pt is missing; bring"),
-        "a bit has flipped": (lambda step: flip(step / "rank-1.pt", 90000), "rank-1.pt has sha256 "),
-        "a bit has flipped in rank 0's": (lambda step: flip(step / "rank-0.pt", 90000), "rank-0.pt has sha256 "),
-        "a file is of another save": (lambda step: shutil.copy(copy / "step-1/rank-0.pt", step), "rank-0.pt has sha"),
+        "a file is truncated": (lambda step: truncate(step / "rank-1.pt"), ["rank-1.pt", size - 1, size]),
+        "a file is missing": (lambda step: (step / "rank-1.pt").unlink(), ["rank-1.pt"]),
+        "a bit has flipped": (lambda step: flip(step / "rank-1.pt", 90000), ["rank-1.pt", "sha256"]),
+        "a bit has flipped in rank 0's": (lambda step: flip(step / "rank-0.pt", 90000), ["rank-0.pt", "sha256"]),
+        "a file is of another save": (lambda step: shutil.copy(copy / "step-1/rank-0.pt", step), ["rank-0.pt"]),
         "a file is of another run": (
-            lambda step: shutil.copy(tmp_path / "other/step-2/rank-0.pt", step), "rank-0.pt has ",
+            lambda step: shutil.copy(tmp_path / "other/step-2/rank-0.pt", step), ["rank-0.pt"],
         ),
-        "the manifest is missing": (lambda step: (step / "manifest.json").unlink(), "manifest.json is missing"),
-        "the manifest is truncated": (lambda step: truncate(step / "manifest.json"), "manifest.json is not as it was"),
-        "a bit has flipped in the manifest": (lambda step: flip(step / "manifest.json", 4000), "is not as it was"),
-        "the manifest is another file": (lambda step: (step / "manifest.json").write_text("{}"), "is not as it was"),
-        "the format is of the future": (of_the_future, "has format 2, this version of zero_mini reads 1"),
-        "it is not there": (shutil.rmtree, "is no checkpoint"),
+        "the manifest is missing": (lambda step: (step / "manifest.json").unlink(), ["manifest.json"]),
+        "the manifest is truncated": (lambda step: truncate(step / "manifest.json"), ["manifest.json"]),
+        "a bit has flipped in the manifest": (lambda step: flip(step / "manifest.json", 4000), ["manifest.json"]),
+        "the manifest is another file": (lambda step: (step / "manifest.json").write_text("{}"), ["manifest.json"]),
+        "the format is of the future": (of_the_future, ["format", 2, 1]),
+        "it is not there": (shutil.rmtree, []),
     }  # fmt: skip
     for number, (damage, _) in enumerate(damages.values()):
         damage(shutil.copytree(good, tmp_path / str(number) / "step-2"))
@@ -679,8 +678,8 @@ def test_damage_is_the_same_error_on_all_ranks_and_changes_nothing(ranks, copy, 
     for M in (1, 2, 3):
         reasons = ranks(M).run(unloadable, paths, [{}])
         assert reasons == [reasons[0]] * M
-    for (name, (_, words)), path, reason in zip(damages.items(), paths, reasons[0]):
-        assert words in reason and str(path) in reason
+    for (name, (_, things)), path, reason in zip(damages.items(), paths, reasons[0]):
+        assert str(path) in reason and tells(reason.replace(f"{path}/", ""), *things)
         result = "refused on all ranks, nothing is changed"
         row("saving", f"asked for by name: {name}", result=result, says=told(reason, path.parent))
 
@@ -694,20 +693,20 @@ def test_the_newest_whole_one_is_loaded_and_what_was_skipped_is_said(ranks, copy
     def go_on():
         job = Job(3, seed=6)
         found = job.load(copy)
-        with pytest.raises(ValueError, match="step 1 is not after step 1"):
+        with pytest.raises(ValueError, match=naming("step 1")):
             Checkpoints(copy, job.zero, begun=1).save(1, {})
         return found.path, found.step, found.skipped
 
     (path, step, skipped), *others = ranks(3).run(go_on)
     assert others == [(path, step, skipped)] * 2
     assert (path, step) == (copy / "step-1", 1)
-    assert len(skipped) == 2 and f"rank 0: {copy / 'step-10' / 'rank-0.pt'} is missing" in skipped[0]
-    assert skipped[1].startswith(f"rank 1: {copy / 'step-2' / 'rank-1.pt'} has sha256 ")
+    assert len(skipped) == 2 and tells(skipped[0], "rank 0", copy / "step-10" / "rank-0.pt")
+    assert tells(skipped[1], "rank 1", copy / "step-2" / "rank-1.pt", "sha256")
     says = told("skipped: " + skipped[1], copy)
     row("saving", "the newest checkpoint is damaged", result="the one before is used", says=says)
     (copy / "step-1" / "manifest.json").unlink()
     for reason in {tuple(reasons) for reasons in ranks(2).run(unloadable, [copy], [{}])}.pop():
-        assert reason.startswith("no checkpoint is whole: rank 0: ") and reason.count(str(copy)) == 3
+        assert tells(reason, "rank 0") and reason.count(str(copy)) == 3
     assert ranks(2).run(lambda: load(copy / "nowhere", Job(1).zero).path) == [None, None]
 
 
@@ -716,26 +715,26 @@ def frozen_first(model: Stack) -> Stack:
     return model
 
 
+@pytest.mark.check
 def test_another_models_checkpoint_is_refused(ranks, copy, row):
     others = [
         (
             {"case": Case(lambda: Stack(*[Block(hidden=8) for _ in range(3)]))},
-            "blocks.0.up.bias is (9,), torch.float32, group 0 there and (8,), torch.float32, group 0 here",
+            ["blocks.0.up.bias", "(9,)", "(8,)", "torch.float32", "group 0"],
         ),
-        ({"case": ZOO["plain blocks"]}, "blocks.3.norm.weight is missing there and (6,), torch.float32, group 0 here"),
-        ({"case": Case(lambda: Stack(Block(), Block()))}, "blocks.2.norm.weight is (6,), torch.float32, group 0 there"),
-        ({"optimizer": sgd}, "the optimizer is AdamW there and SGD here"),
-        ({"optimizer": fused_adamw}, "the number of param groups is 2 there and 1 here"),
+        ({"case": ZOO["plain blocks"]}, ["blocks.3.norm.weight", "(6,)"]),
+        ({"case": Case(lambda: Stack(Block(), Block()))}, ["blocks.2.norm.weight", "(6,)"]),
+        ({"optimizer": sgd}, ["AdamW", "SGD"]),
+        ({"optimizer": fused_adamw}, ["param groups", 2, 1]),
         (
             {"case": Case(lambda: frozen_first(Stack(*[Block() for _ in range(3)])))},
-            "enter.bias is (6,), torch.float32, group 0 there and (6,), torch.float32, frozen here",
+            ["enter.bias", "(6,)", "group 0", "frozen"],
         ),
     ]
     first, second = ranks(2).run(unloadable, [copy], [options for options, _ in others])
     assert first == second
-    for (_, words), reason in zip(others, first):
-        assert f"{copy / 'step-2'} is of another model: {words}" in reason
-        assert "build model, optimizer and param groups as they were" in reason
+    for (_, things), reason in zip(others, first):
+        assert tells(reason, copy / "step-2", *things)
     result = "refused on all ranks, nothing is changed"
     row("saving", "a checkpoint of another model", result=result, says=told(first[0], copy))
 
@@ -798,7 +797,7 @@ def test_a_kill_at_any_durable_action_leaves_a_checkpoint_that_loads(ranks, save
         for victim, count in enumerate(counts):
             for number in range(count):
                 folders.append(shutil.copytree(saved, tmp_path / f"{victim}-{number}"))
-                with pytest.raises(RankError, match=f"rank {victim} died of SIGKILL"):
+                with pytest.raises(RankError, match=naming(f"rank {victim}", "SIGKILL")):
                     mortals.run(dying, folders[-1], victim, number)
                 there = checkpoints(folders[-1])
                 assert [problem_of(path) for path in there] == [None] * len(there)

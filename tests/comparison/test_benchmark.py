@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from says import tells
 
 from zero_mini.comparison import benchmark, measure, scores, systems
 from zero_mini.comparison.systems import SYSTEMS, Trainee, adamw, make_model, stepper
@@ -71,19 +72,18 @@ def unreduced(system: str, work: Work, device: torch.device) -> Trainee:
 def test_a_system_that_trains_otherwise_shows_no_speed(ranks, ddp, wrong, precision):
     found = row(ranks, "zero-2", TINY, wrong)
     result = scores.score(entry(replace(TINY, bf16=precision == "bf16"), {"ddp": ddp, "zero-2": found}))["zero-2"]
-    assert result["reason"].startswith("losses differ by")
-    assert result["reason"].endswith("from those of ddp")
+    assert tells(result["reason"], "ddp")
     assert "ms" not in result
 
 
 def test_losses_that_are_not_numbers_fail_the_gate(ddp):
     broken = ddp | {"losses": ddp["losses"][:-1] + [math.nan]}
-    assert "losses differ by inf" in scores.score(entry(TINY, {"ddp": ddp, "zero-2": broken}))["zero-2"]["reason"]
+    assert tells(scores.score(entry(TINY, {"ddp": ddp, "zero-2": broken}))["zero-2"]["reason"], "inf")
 
 
 def test_without_a_reference_nothing_shows_a_speed(ddp):
     result = scores.score(entry(TINY, {"zero-3": dict(ddp)}))["zero-3"]
-    assert result["reason"].startswith("losses not checked")
+    assert result["reason"] and "ms" not in result
 
 
 @pytest.mark.parametrize("change", [{"checkpointing": True}, {"bf16": True}])
@@ -129,8 +129,8 @@ def test_a_run_that_raises_is_a_row_with_its_reason_and_the_others_go_on(monkeyp
     names = ["zero-2", "deepspeed-2", "ddp"]
     rows = benchmark.compare(TINY, names, rounds=1, ranks=2, limit_s=100, build=fails_for_zero_2)
     assert list(rows) == names
-    assert rows["zero-2"] == {"failed": "ranks 0, 1 raised RuntimeError: no such thing"}
-    assert rows["deepspeed-2"] == {"failed": "deepspeed is not installed"}
+    assert tells(rows["zero-2"]["failed"], "ranks 0, 1", "RuntimeError: no such thing")
+    assert tells(rows["deepspeed-2"]["failed"], "deepspeed")
     assert len(rows["ddp"]["step_ms"]) == measure.TIMED_STEPS
     printed = scores.table("tiny", entry(TINY, rows))
     assert all(reason["failed"] in printed for reason in list(rows.values())[:2])
@@ -145,7 +145,7 @@ def leaves_its_number_and_sleeps(system: str, work: Work, device: torch.device) 
 
 def test_a_run_past_its_limit_is_killed(tmp_path):
     found = benchmark.in_a_fresh_group(2, 3, measure.measure, str(tmp_path), TINY, leaves_its_number_and_sleeps)
-    assert found == "ranks 0, 1 did not finish within 3 s"
+    assert tells(found, "ranks 0, 1", "3 s")
     numbers = [int(path.name) for path in tmp_path.iterdir()]
     assert len(numbers) == 2
     for number in numbers:
@@ -234,7 +234,7 @@ def test_a_work_for_gpus_is_refused_where_there_is_none(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SystemExit):
         benchmark.parse(["--work", "cpu", "1.5B"])
-    assert '--work "1.5B" is for GPUs, and torch finds none here; --work cpu runs' in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "--work", "1.5B", "--work cpu")
 
 
 def test_the_picture_shows_every_system_or_the_reason(tmp_path):

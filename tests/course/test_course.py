@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from says import naming
 
 from zero_mini.course import lesson
 
@@ -20,7 +21,7 @@ def test_the_first_cell_says_what_it_found(capsys, monkeypatch):
 
 def test_the_first_cell_says_how_to_install_what_is_missing(monkeypatch):
     monkeypatch.setattr(lesson, "NEEDED", ("matplotlib_of_nobody",))
-    with pytest.raises(RuntimeError, match=r"matplotlib_of_nobody not installed.*pip install -e '\.\[lessons\]'"):
+    with pytest.raises(RuntimeError, match=naming("matplotlib_of_nobody", "pip install -e '.[lessons]'")):
         lesson.say_what_is_here()
 
 

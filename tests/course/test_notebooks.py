@@ -153,13 +153,25 @@ def around_exercises(lesson) -> list:
         chosen += more
 
 
-def test_in_a_student_s_copy_each_stub_fails_its_check_and_nothing_else_fails(lesson, tmp_path):
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    """One for all lessons: to import torch takes longer than most of them. Each begins with %reset."""
+    nbclient = pytest.importorskip("nbclient")
+    place = {"metadata": {"path": tmp_path_factory.mktemp("kernel")}}
+    starter = nbclient.NotebookClient(nbformat.v4.new_notebook(), resources=place)
+    manager = starter.create_kernel_manager()
+    starter.start_new_kernel()
+    starter.start_new_kernel_client()
+    yield manager
+    starter._cleanup_kernel()
+
+
+def test_in_a_student_s_copy_each_stub_fails_its_check_and_nothing_else_fails(lesson, kernel):
     """All that a stub can reach is run: the other cells are those of the lesson, which nbval runs."""
     nbclient = pytest.importorskip("nbclient")
     copied = cleared(lesson)
-    copied.cells = around_exercises(copied)
-    client = nbclient.NotebookClient(copied, timeout=120, allow_errors=True, resources={"metadata": {"path": tmp_path}})
-    client.execute()
+    copied.cells = [nbformat.v4.new_code_cell("%reset -f"), *around_exercises(copied)]
+    nbclient.NotebookClient(copied, km=kernel, timeout=120, allow_errors=True).execute()
     failed = [cell for cell in code_cells(copied) for out in cell.outputs if out.output_type == "error"]
     said = [f"{out.ename}: {out.evalue}" for cell in failed for out in cell.outputs if out.output_type == "error"]
     assert failed == tagged(copied, "check"), "\n".join(said)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from says import naming, tells
 
 import zero_mini
 from zero_mini.comm import Call
@@ -148,7 +149,7 @@ def test_two_ranks_reduce_and_scatter_in_one_step_counted_by_hand():
 def test_a_ring_of_another_kind_or_size_is_refused():
     with pytest.raises(ValueError, match="all_to_all"):
         steps.ring_sends("all_to_all", 2)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match=naming(0, 1)):
         steps.ring_steps("broadcast", 0)
 
 
@@ -160,7 +161,7 @@ def test_the_steps_are_drawn_cell_by_cell():
         cells = [text.get_text() for text in axes.texts if text.get_text() and "rank" not in text.get_text()]
         assert cells == [steps.written(cell, 3) for row in state for cell in row if cell]
     assert len(steps.draw_steps("all_gather", 5, step=2).axes) == 1
-    assert any("4 chunks of P/3 elements, 2 P (N-1)/N" in text for text in texts(figure))
+    assert any(tells(text, 4, "P/3", "2 P (N-1)/N") for text in texts(figure))
 
 
 # --- states ---------------------------------------------------------------------------------------
@@ -234,7 +235,7 @@ def test_a_story_is_the_last_step_of_a_recording_counted_by_hand():
 
 def test_stories_of_different_phases_are_not_drawn_on_one_scale():
     series = {category: [0, 1] for category in moments.ORDER}
-    with pytest.raises(ValueError, match="different phases"):
+    with pytest.raises(ValueError, match="phases"):
         moments.draw_moments({"a": Story([("forward", 1)], series), "b": Story([("step", 1)], series)})
 
 
@@ -365,7 +366,7 @@ def test_plain_lists_that_are_equal_are_said_to_be():
     assert "Losses: equal to the bit" in texts(figure)
     figure = curves.draw_curves({"torch DDP": [3.0, 2.0], 0: [3.0, 2.0], 1: [3.0, 2.5], 2: [3, 2], 3: [3, 2]})
     assert len(figure.axes[0].lines) == 5 and " torch DDP" in texts(figure)
-    with pytest.raises(ValueError, match="other steps"):
+    with pytest.raises(ValueError, match="steps"):
         curves.draw_curves({0: [3.0, 2.0], 3: [3.0]})
 
 
@@ -441,7 +442,7 @@ def test_the_scale_is_drawn_step_by_step_with_its_skipped_steps():
     scale, skipped = figure.axes[0].lines
     assert list(zip(*scale.get_data())) == [(0, 3), (1, 2), (2, 2), (3, 3)]
     assert list(zip(*skipped.get_data())) == [(0, 3), (3, 3)]
-    with pytest.raises(ValueError, match="2 scales for 1 steps"):
+    with pytest.raises(ValueError, match=naming(2, 1)):
         loss_scales.draw_loss_scales([1.0, 2.0], [True])
 
 
@@ -490,7 +491,7 @@ def test_a_bug_s_losses_lie_over_the_healthy_ones_and_their_difference_on_the_st
         assert list(line.get_ydata()) == [with_it - without for without, with_it in zip(*pair)]
         assert strip.get_y() == -0.5 and strip.get_height() == 1.0  # two healthy ones are 0.5 apart
     assert {*given, "difference: at most 4.00", "no difference, to the bit"} <= set(texts(figure))
-    with pytest.raises(ValueError, match="curves of 3 and 1 steps"):
+    with pytest.raises(ValueError, match=naming(3, 1)):
         bugs.draw_bugs({"1 · short": (healthy, [3.0])}, [healthy, other])
 
 
@@ -502,5 +503,5 @@ def test_a_square_stands_where_a_check_found_a_bug():
     squares = [text.get_position() for text in axes.texts if text.get_text() == "■"]
     assert squares == [(0.5, 0.5), (1.5, 1.5)]
     assert {"late", "large", "one process", "memory"} <= set(texts(figure))
-    with pytest.raises(ValueError, match="'large' was given to memory"):
+    with pytest.raises(ValueError, match=naming("'large'", "memory")):
         bugs.draw_findings(found | {"large": {"memory": True}})

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from says import naming, tells
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import zero_mini.course.ranks
@@ -161,7 +162,7 @@ def test_tensors_come_back_whole_and_keep_sharing_memory(ranks):
 
 
 def test_a_result_that_cannot_be_copied_is_an_error_that_says_so():
-    with pytest.raises(RankError, match=r"^rank 0 raised TypeError: cannot pickle"):
+    with pytest.raises(RankError, match=r"^rank 0\b.*TypeError.*pickle"):
         run(threading.Lock, 1)
 
 
@@ -275,21 +276,20 @@ def test_output_of_a_single_rank_looks_as_if_it_ran_here(ranks, capsys):
 @pytest.mark.parametrize(
     "act, cause",
     [
-        (raise_an_error, "raised KeyError: 'no such layer'"),
-        (lambda: sys.exit(3), "called sys.exit(3)"),
-        (lambda: os._exit(3), "exited with status 3 before its function returned"),
-        (lambda: os._exit(0), "exited with status 0 before its function returned"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "died of SIGKILL"),
-        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "died of SIGSEGV"),
+        (raise_an_error, "KeyError: 'no such layer'"),
+        (lambda: sys.exit(3), "sys.exit(3)"),
+        (lambda: os._exit(3), "status 3"),
+        (lambda: os._exit(0), "status 0"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "SIGSEGV"),
     ],
     ids=["exception", "sys.exit", "os._exit(3)", "os._exit(0)", "SIGKILL", "SIGSEGV"],
 )
 def test_the_root_cause_comes_first_and_its_victims_last(act, cause, capsys):
     with pytest.raises(RankError) as caught:
         run(wait_for_rank_1_while_it, 3, act)
-    message = str(caught.value)
-    assert message.splitlines()[0] == f"rank 1 {cause}"
-    assert message.splitlines()[-1] == "ranks 0, 2 lost the connection in a collective"
+    first, *_, last = str(caught.value).splitlines()
+    assert tells(first, "rank 1", cause) and tells(last, "ranks 0, 2")
     assert caught.value.rank == 1
     assert capsys.readouterr().out.splitlines() == [f"[rank {rank}] before the failure: {rank}" for rank in range(3)]
 
@@ -304,14 +304,14 @@ def test_a_failed_assert_explains_itself():
     def check():
         assert dist.get_rank() == 7
 
-    with pytest.raises(RankError, match="rank 0 raised AssertionError: assert 0 == 7"):
+    with pytest.raises(RankError, match=naming("rank 0", "AssertionError: assert 0 == 7")):
         run(check, 1)
 
 
 def test_an_error_that_all_ranks_share_is_told_once():
     with pytest.raises(RankError) as caught:
         run(raise_an_error, 2)
-    assert str(caught.value).startswith("ranks 0, 1 raised KeyError: 'no such layer'\n\nTraceback")
+    assert tells(str(caught.value).splitlines()[0], "ranks 0, 1", "KeyError: 'no such layer'")
     assert str(caught.value).count("Traceback") == 1 and caught.value.rank == 0
 
 
@@ -320,7 +320,7 @@ def test_the_other_ranks_get_a_short_time_to_report_not_the_whole_time_out():
         raise_an_error() if dist.get_rank() == 0 else time.sleep(1000)
 
     begin = time.monotonic()
-    with pytest.raises(RankError, match=r"^rank 0 raised KeyError(.|\n)*rank 1 had not finished yet$"):
+    with pytest.raises(RankError, match=r"^rank 0\b.*KeyError(.|\n)*\brank 1\b.*$"):
         run(fail_or_sleep, 2)
     assert time.monotonic() - begin < 20
 
@@ -332,7 +332,7 @@ def test_a_deadlock_is_named_with_the_line_each_rank_is_at():
 
     with pytest.raises(RankError) as caught:
         run(barrier_of_rank_0_only, 2, timeout_s=0.5)
-    assert str(caught.value).startswith("rank 0 did not finish within 0.5 s; rank 1 did\n\nrank 0 is at:\n")
+    assert tells(str(caught.value).splitlines()[0], "rank 0", "0.5 s", "rank 1")
     assert re.search(r"in barrier_of_rank_0_only\n +dist\.barrier\(\)", str(caught.value))
 
 
@@ -356,7 +356,7 @@ def test_a_rank_killed_between_two_calls_is_an_error_of_the_second():
         (killed, worker), _ = pool.run(start_a_worker)
         os.kill(killed, signal.SIGKILL)
         assert are_gone([killed])
-        with pytest.raises(RankError, match=r"^rank 0 died of SIGKILL"):
+        with pytest.raises(RankError, match=r"^rank 0\b.*SIGKILL"):
             pool.run(report, 1)
         assert are_gone([worker])
         assert pool.run(report, 1)[0].total == 3
@@ -406,13 +406,13 @@ def test_a_script_may_come_from_stdin_and_runs_once():
 
 
 def test_a_job_without_ranks_is_refused():
-    with pytest.raises(ValueError, match="world_size is 0: a job has 1 rank or more"):
+    with pytest.raises(ValueError, match=naming("world_size", 0, 1)):
         run(report, 0, 1)
 
 
 def test_more_nccl_ranks_than_gpus_are_refused():
     gpus = torch.cuda.device_count()
-    with pytest.raises(ValueError, match=rf'need {gpus + 1} GPUs, this machine has {gpus}: .*backend="gloo"'):
+    with pytest.raises(ValueError, match=naming(gpus + 1, gpus, 'backend="gloo"')):
         Ranks(gpus + 1, backend="nccl")
 
 

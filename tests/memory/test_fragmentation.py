@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from says import naming
 from torch import nn
 
 from zero_mini.activations.checkpointing import checkpoint, checkpoint_blocks
@@ -59,7 +60,7 @@ def test_inputs_lie_one_behind_the_other_and_a_graph_that_is_gone_gives_its_room
 def test_an_arena_that_is_too_small_says_so():
     model = layers()
     checkpoint_blocks(model, keep=Arena(4 * ALIGN, "cpu"))
-    with pytest.raises(RuntimeError, match=r"arena of 2,048 bytes holds 2,048 and cannot take 192 more: make it as"):
+    with pytest.raises(RuntimeError, match=naming("2,048", 192)):
         gradients(model)
 
 
@@ -70,7 +71,7 @@ def test_backwards_in_the_order_of_forwards_are_refused_before_anything_is_overw
         return checkpoint(layer, torch.randn(8, 6, requires_grad=True) * 1, host=arena).sin().sum()
 
     first, second = forward(), forward()
-    with pytest.raises(RuntimeError, match="gives back what was put in last .1,024 bytes in., .* ends at 512"):
+    with pytest.raises(RuntimeError, match=naming("1,024", 512)):
         first.backward()
     second.backward()
 
@@ -79,5 +80,5 @@ def test_a_second_backward_is_refused():
     arena, layer = Arena(9 * ALIGN, "cpu"), nn.Linear(6, 6)
     loss = checkpoint(layer, torch.randn(8, 6, requires_grad=True) * 1, host=arena).sin().sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="each once"):
+    with pytest.raises(RuntimeError, match="arena"):
         loss.backward()

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from says import naming, tells
 
 from zero_mini import train_gpt
 from zero_mini.trainer.gpt import GPT, GPTConfig
@@ -49,26 +50,26 @@ def test_transformers_computes_the_same(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, things",
     [
-        ({"L": 3}, "blocks.2.ln_1.weight is missing there and (12,) here"),
-        ({"L": 1}, "it has L=2, here L=1"),
-        ({"d": 6}, "wte.weight is (31, 12) there and (31, 6) here"),
-        ({"vocab": 32}, "wte.weight is (31, 12) there and (32, 12) here"),
-        ({"heads": 4}, "it has heads=3, here heads=4"),
+        ({"L": 3}, ["blocks.2.ln_1.weight", "(12,)"]),
+        ({"L": 1}, ["L=2", "L=1"]),
+        ({"d": 6}, ["wte.weight", "(31, 12)", "(31, 6)"]),
+        ({"vocab": 32}, ["wte.weight", "(31, 12)", "(32, 12)"]),
+        ({"heads": 4}, ["heads=3", "heads=4"]),
     ],
 )
-def test_another_shape_is_refused(model, tmp_path, changes, words):
+def test_another_shape_is_refused(model, tmp_path, changes, things):
     export_gpt2(tmp_path, model.state_dict(), CONFIG)
     with pytest.raises(ValueError) as refusal:
         import_gpt2(tmp_path / "model.safetensors", dataclasses.replace(CONFIG, **changes))
-    assert words in str(refusal.value)
+    assert tells(str(refusal.value), *things)
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04 a zip file, say", b"\x02" + bytes(7) + b"{}"])
 def test_a_file_of_another_kind_is_refused(tmp_path, data):
     (tmp_path / "file.safetensors").write_bytes(data)
-    with pytest.raises(ValueError, match="is no safetensors file|is of another shape"):
+    with pytest.raises(ValueError, match=naming(tmp_path / "file.safetensors")):
         import_gpt2(tmp_path / "file.safetensors", CONFIG)
 
 

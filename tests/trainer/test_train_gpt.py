@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from says import naming, tells
 
 from zero_mini import train_gpt
 from zero_mini.train_gpt import find_precision, main, prepare
@@ -110,12 +111,11 @@ def by_hand(monkeypatch):
 # --- it trains --------------------------------------------------------------------------------
 
 
-def test_bare_torchrun_trains_in_one_process_and_says_how_to_get_more():
-    command = [sys.executable, "-m", "torch.distributed.run", SCRIPT, "--stage", "2", *TINY, "--steps", "3"]
-    status, out, err = finish(start(command))
-    assert status == 0, err
-    assert "nothing is sharded" in out
-    assert "torchrun --standalone --nproc-per-node 2 zero_mini/train_gpt.py --stage 2" in out
+def test_one_rank_alone_trains_and_says_how_to_get_more(by_hand, alone, capsys):
+    by_hand(0, 1)
+    main(["--stage", "2", *TINY, "--steps", "3"])
+    out = capsys.readouterr().out
+    assert "torchrun --standalone --nproc-per-node 2 zero_mini/train_gpt.py --stage 2" in " ".join(out.split())
     assert "validation loss: " in out and "step 3/3: loss " in out
 
 
@@ -203,15 +203,12 @@ def test_activations_that_are_computed_again_change_no_loss(ranks, tmp_path):
 def test_what_waited_in_host_memory_is_said_at_the_end(alone, capsys):
     main([*TINY, "--L", "3", "--steps", "1", "--checkpoint-activations", "2", "--keep-activations", "host"])
     two_inputs = 2 * 8 * 16 * 32 * 4  # of (B, T, d) in fp32
-    out = " ".join(capsys.readouterr().out.split())
-    assert (
-        f"2 blocks keep their inputs alone and compute the rest again in backward; at most {two_inputs / 1e3:.1f} kB"
-        in out
-    )
+    assert tells(capsys.readouterr().out, "2 blocks", f"{two_inputs / 1e3:.1f} kB")
 
 
 def test_host_memory_without_checkpointing_is_refused(capsys):
-    assert refusal(capsys, *TINY, "--keep-activations", "host").endswith("add --checkpoint-activations 1")
+    said = refusal(capsys, *TINY, "--keep-activations", "host")
+    assert tells(said, "--keep-activations", "--checkpoint-activations 1")
 
 
 def test_weights_written_by_two_ranks_at_stage_3_start_one_rank_at_stage_0(tmp_path, alone, capsys):
@@ -228,7 +225,6 @@ def test_weights_written_by_two_ranks_at_stage_3_start_one_rank_at_stage_0(tmp_p
     again = ["--steps", "1", "--init-from", str(tmp_path / "two" / "weights.pt"), "--out", str(tmp_path / "one")]
     main([*TINY, "--stage", "0", *again])
     assert losses(tmp_path / "one")[0] == pytest.approx(first[-1], rel=1e-5)
-    assert "nothing is sharded" in capsys.readouterr().out
 
 
 def test_flags_and_options_are_the_same_thing():
@@ -240,62 +236,62 @@ def test_flags_and_options_are_the_same_thing():
 
 
 @pytest.mark.parametrize(
-    "argv, line",
+    "argv, things",
     [
-        ("--stage 4", "--stage must be 0, 1, 2 or 3 (got 4)"),
-        ("--lr nan", "--lr must be a number > 0 (got nan)"),
-        ("--lr 0", "--lr must be a number > 0 (got 0.0)"),
-        ("--lr inf", "--lr must be a number > 0 (got inf)"),
-        ("--clip -1", "--clip must be a number > 0 (got -1.0)"),
-        ("--weight-decay -0.1", "--weight-decay must be a number >= 0 (got -0.1)"),
-        ("--steps 0", "--steps must be a whole number >= 1 (got 0)"),
-        ("--steps 2.5", "--steps must be a whole number >= 1 (got 2.5)"),
-        ("--seed 99999999999999999999", "--seed must be at most 9.22337e+18"),
-        ("--time-out 1e300", "--time-out must be at most 1e+09"),
-        ("--stage two", "--stage must be 0, 1, 2 or 3 (got two)"),
-        *((f"{flag}=", f"{flag} is empty") for flag in ("--out", "--data", "--init-from", "--offload", "--resume")),
-        ("--micro-batch -1", "--micro-batch must be a whole number >= 1 (got -1)"),
-        ("--global-batch 0", "--global-batch must be a whole number >= 1 (got 0)"),
-        ("--time-out nan", "--time-out must be a number > 0 (got nan)"),
-        ("--model 7B", "--model must be nano, 124M, 350M, 774M or 1.5B (got 7B)"),
-        ("--step 5", "unrecognized arguments: --step 5"),
-        ("--d 130 --heads 4", "d=130 is not a multiple of heads=4; nearest: 128, 132"),
-        ("--data nowhere.txt", "nowhere.txt does not exist"),
-        ("--init-from nowhere.pt", "--init-from nowhere.pt holds no weights"),
-        ("--global-batch 33 --micro-batch 4", "global batch 33 is not a multiple of 1 ranks x micro-batch 4 = 4"),
-        ("--backend nccl --device cpu", "nccl"),
+        ("--stage 4", ["--stage", "0, 1, 2 or 3", 4]),
+        ("--lr nan", ["--lr", "nan"]),
+        ("--lr 0", ["--lr", 0.0]),
+        ("--lr inf", ["--lr", "inf"]),
+        ("--clip -1", ["--clip", -1.0]),
+        ("--weight-decay -0.1", ["--weight-decay", -0.1]),
+        ("--steps 0", ["--steps", 1, 0]),
+        ("--steps 2.5", ["--steps", 1, 2.5]),
+        ("--seed 99999999999999999999", ["--seed", "9.22337e+18"]),
+        ("--time-out 1e300", ["--time-out", "1e+09"]),
+        ("--stage two", ["--stage", "0, 1, 2 or 3", "two"]),
+        *((f"{flag}=", [flag]) for flag in ("--out", "--data", "--init-from", "--offload", "--resume")),
+        ("--micro-batch -1", ["--micro-batch", 1, -1]),
+        ("--global-batch 0", ["--global-batch", 1, 0]),
+        ("--time-out nan", ["--time-out", "nan"]),
+        ("--model 7B", ["--model", "nano", "124M", "350M", "774M", "1.5B", "7B"]),
+        ("--step 5", ["--step 5"]),
+        ("--d 130 --heads 4", ["d=130", "heads=4", 128, 132]),  # the nearest that would do
+        ("--data nowhere.txt", ["nowhere.txt"]),
+        ("--init-from nowhere.pt", ["--init-from", "nowhere.pt"]),
+        ("--global-batch 33 --micro-batch 4", [33, 4]),
+        ("--backend nccl --device cpu", ["nccl"]),
     ],
 )
-def test_a_bad_argument_is_refused_in_one_line(alone, capsys, argv, line):
-    assert refusal(capsys, *argv.split()).startswith(line)
+def test_a_bad_argument_is_refused_in_one_line(alone, capsys, argv, things):
+    assert tells(refusal(capsys, *argv.split()), *things)
 
 
 @pytest.mark.parametrize(
-    "data, line",
+    "data, things",
     [
-        (b"Seventeen bytes.\n", "has 17 tokens, one sequence needs 65"),
-        (b"", "is empty"),
-        (b"\x7fELF\x02\xd0\xff", "is not UTF-8 text: byte 0xd0 at offset 5"),
-        (b"a" * 600, "the validation text has 60 tokens, one sequence needs 65"),
-        (b"a" * 500, "7 sequences of 64 tokens for a global batch of 8"),
+        (b"Seventeen bytes.\n", [17, 65]),
+        (b"", ["data"]),
+        (b"\x7fELF\x02\xd0\xff", ["UTF-8", "0xd0", 5]),
+        (b"a" * 600, ["validation", 60, 65]),
+        (b"a" * 500, [7, 64, 8]),
     ],
 )
-def test_data_that_holds_no_text_or_too_little_is_refused(alone, capsys, tmp_path, data, line):
+def test_data_that_holds_no_text_or_too_little_is_refused(alone, capsys, tmp_path, data, things):
     (tmp_path / "data").write_bytes(data)
-    assert line in refusal(capsys, "--global-batch", "8", "--data", str(tmp_path / "data"))
+    assert tells(refusal(capsys, "--global-batch", "8", "--data", str(tmp_path / "data")), *things)
 
 
 def test_fewer_samples_than_ranks_are_refused(tmp_path):
     (tmp_path / "data").write_text("a" * 800)
     options = Options(data=str(tmp_path / "data"), global_batch=2)
-    with pytest.raises(ValueError, match="1 sequence of 64 tokens for 2 ranks"):
+    with pytest.raises(ValueError, match=naming(1, 64, 2)):
         prepare(options, IN_TWO)
 
 
 def test_a_global_batch_that_ranks_cannot_share_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match=r"33 is not a multiple of 2 ranks x micro-batch 4 = 8; nearest: 32, 40"):
+    with pytest.raises(ValueError, match=naming(33, 2, 4, 8, 32, 40)):
         prepare(Options(global_batch=33, micro_batch=4), IN_TWO)
-    with pytest.raises(ValueError, match=r"= 2; nearest: 32, 34"):  # no micro-batch given: any even number would do
+    with pytest.raises(ValueError, match=naming(33, 2, 32, 34)):  # no micro-batch given: any even number would do
         prepare(Options(global_batch=33), IN_TWO)
 
 
@@ -303,9 +299,9 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert find_device("auto", "auto", Place(3, 4, 1, 2)) == (torch.device("cuda", 1), "nccl")
     assert find_device("auto", "gloo", Place(3, 4, 3, 4)) == (torch.device("cpu"), "gloo")
-    with pytest.raises(ValueError, match="nccl needs one GPU a rank: 4 ranks, 2 GPUs"):
+    with pytest.raises(ValueError, match=naming("nccl", 4, 2)):
         find_device("auto", "auto", Place(3, 4, 3, 4))
-    with pytest.raises(ValueError, match="--device cpu does not go with --backend nccl"):
+    with pytest.raises(ValueError, match=naming("--device cpu", "--backend nccl")):
         find_device("cpu", "nccl", IN_TWO)
 
 
@@ -313,17 +309,17 @@ def test_bf16_is_refused_on_a_gpu_that_would_only_emulate_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
-    with pytest.raises(ValueError, match="Old GPU does not compute in bf16; use --precision fp16"):
+    with pytest.raises(ValueError, match=naming("Old GPU", "bf16", "--precision fp16")):
         prepare(Options(precision="bf16"), IN_TWO)
     assert find_precision("auto", torch.device("cuda")) == "fp16"
 
 
 def test_a_folder_that_cannot_be_written_or_is_full_is_refused_at_the_start(alone, capsys, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    assert "cannot be written to: File exists" in refusal(capsys, "--out", str(tmp_path / "file"))
+    assert tells(refusal(capsys, "--out", str(tmp_path / "file")), tmp_path / "file", "File exists")
     usage = report.shutil.disk_usage(tmp_path)._replace(free=300_000)
     monkeypatch.setattr(report.shutil, "disk_usage", lambda folder: usage)
-    assert "3.70 MB needed, 300 kB free" in refusal(capsys, "--out", str(tmp_path / "new"))
+    assert tells(refusal(capsys, "--out", str(tmp_path / "new")), "3.70 MB", "300 kB")
 
 
 def test_weights_of_another_model_are_refused_by_name(alone, capsys, tmp_path):
@@ -332,10 +328,10 @@ def test_weights_of_another_model_are_refused_by_name(alone, capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_shape": {"heads": 2}}))
     (tmp_path / "text.pt").write_text("no weights at all")
     argv = [*TINY, "--init-from", str(tmp_path / "weights.pt")]
-    assert "wte.weight is (256, 32) there and (256, 64) here" in refusal(capsys, *argv, "--width", "64")
-    assert "blocks.1.ln_1.weight is missing there and (32,) here" in refusal(capsys, *argv, "--L", "2")
-    assert "it has 2 heads; pass --heads 2" in refusal(capsys, *argv, "--heads", "4")
-    assert "holds no weights" in refusal(capsys, *argv[:-1], str(tmp_path / "text.pt"))
+    assert tells(refusal(capsys, *argv, "--width", "64"), "wte.weight", "(256, 32)", "(256, 64)")
+    assert tells(refusal(capsys, *argv, "--L", "2"), "blocks.1.ln_1.weight", "(32,)")
+    assert tells(refusal(capsys, *argv, "--heads", "4"), "--heads 2")
+    assert tells(refusal(capsys, *argv[:-1], str(tmp_path / "text.pt")), tmp_path / "text.pt")
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(alone, capsys):
@@ -344,7 +340,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(alone, capsys
         main(argv)
     assert stop.value.code == 2
     last_line = capsys.readouterr().err.splitlines()[-1]
-    assert last_line == "train_gpt.py: error: loss is nan at step 2 on rank 0; lower --lr (1e+30)"
+    assert tells(last_line, "train_gpt.py: error:", "nan", "step 2", "rank 0", "--lr", "1e+30")
 
 
 # --- ranks that do not fit together -----------------------------------------------------------
@@ -359,17 +355,19 @@ def test_ranks_with_different_arguments_leave_with_one_line_between_them():
     ]  # fmt: skip
     (status_0, _, err_0), (status_1, _, err_1) = map(finish, processes)
     assert (status_0, status_1) == (2, 2)
-    assert said(err_0) == ["train_gpt.py: error: ranks disagree on --lr: rank 0 has 0.001, rank 1 has 0.01"]
+    (line,) = said(err_0)
+    assert tells(line, "--lr", "rank 0", 0.001, "rank 1", 0.01)
     assert said(err_1) == []
 
 
 def test_under_torchrun_a_bad_argument_is_said_once():
     status, _, err = finish(start([*TORCHRUN, "--nproc-per-node", "2", SCRIPT, "--stage", "4"]))
     assert status == 1
-    assert said(err) == ["train_gpt.py: error: --stage must be 0, 1, 2 or 3 (got 4)"]
+    (line,) = said(err)
+    assert tells(line, "--stage", "0, 1, 2 or 3", 4)
     assert "exitcode  : 2" in err
     last = [line for line in err.splitlines() if line.strip(" =")][-1]  # of torchrun's report, under which is a rule
-    assert last.endswith("train_gpt.py: error: --stage must be 0, 1, 2 or 3 (got 4)")
+    assert last.endswith(line)
 
 
 def test_a_model_that_cannot_fit_is_refused_with_what_would(monkeypatch):
@@ -379,13 +377,11 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(monkeypatch):
         return str(error.value)
 
     monkeypatch.setattr(fits, "host_bytes", lambda: 40e9)  # 19.7 GB for each of two ranks
-    assert refused(model="1.5B", stage=0).startswith("--model 1.5B at --stage 0 takes 24.9 GB")
-    assert "has 19.7 GB; --stage 1 or --stage 2 or --stage 3 or --model 774M would fit" in refused(
-        model="1.5B", stage=0
-    )
+    would_fit = ["--stage 1", "--stage 2", "--stage 3", "--model 774M"]
+    assert tells(refused(model="1.5B", stage=0), "--model 1.5B", "--stage 0", "24.9 GB", "19.7 GB", *would_fit)
     fits.check_memory(Options(stage=1), PRESETS["1.5B"], torch.device("cpu"), torch.float32, IN_TWO)
     monkeypatch.setattr(fits, "host_bytes", lambda: 1e9)
-    assert "124M" not in refused(model="1.5B", stage=3) and "nano would fit" in refused(model="1.5B", stage=3)
+    assert "124M" not in refused(model="1.5B", stage=3) and "nano" in refused(model="1.5B", stage=3)
 
 
 @pytest.mark.parametrize("broken", ["encoding", "pipe", "disk"])
@@ -403,31 +399,30 @@ def test_whatever_breaks_the_printing_the_weights_are_there(tmp_path, broken):
 
 
 def test_a_problem_of_one_rank_is_said_by_rank_0():
-    words = [({"lr": 1.0}, None), ({"lr": 1.0}, "it.txt does not exist")]
-    assert launch.judge(words) == "rank 1: it.txt does not exist"
+    words = [({"lr": 1.0}, None), ({"lr": 1.0}, "it.txt is a problem")]
+    assert launch.judge(words) == "rank 1: it.txt is a problem"
     assert launch.judge([({"lr": 1.0}, None)] * 2) is None
 
 
 def test_a_rank_outside_the_world_is_refused(by_hand, capsys):
     by_hand(3, 2)
-    assert refusal(capsys).startswith("RANK is 3 and WORLD_SIZE is 2, but ranks count from 0 to 1")
+    assert tells(refusal(capsys), "RANK", 3, "WORLD_SIZE", 2)
 
 
 def test_a_world_size_alone_is_refused(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert refusal(capsys).startswith("WORLD_SIZE is set without its partner")
+    assert "WORLD_SIZE" in refusal(capsys)
 
 
 def test_rank_0_names_the_ranks_that_did_not_arrive(by_hand, capsys):
     by_hand(0, 3)
-    assert refusal(capsys, "--time-out", "0.5") == "1 of 3 ranks arrived within 0.5 s; missing: rank 1, rank 2"
+    assert tells(refusal(capsys, "--time-out", "0.5"), 1, 3, "0.5 s", "rank 1", "rank 2")
 
 
 def test_a_rank_that_finds_no_rank_0_says_where_it_looked(by_hand, capsys):
     port = by_hand(1, 2)
-    expected = f"rank 1 of 2 found no rank 0 at 127.0.0.1:{port} within 1 s"
-    assert refusal(capsys, "--time-out", "1").startswith(expected)
+    assert tells(refusal(capsys, "--time-out", "1"), "rank 1", "rank 0", f"127.0.0.1:{port}", "1 s")
 
 
 def test_a_taken_port_is_refused(by_hand, capsys, monkeypatch):
@@ -437,7 +432,7 @@ def test_a_taken_port_is_refused(by_hand, capsys, monkeypatch):
         other.listen()
         port = other.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
-        assert refusal(capsys).startswith(f"port {port} is taken")
+        assert tells(refusal(capsys), port, "MASTER_PORT")
 
 
 def test_a_lost_rank_is_one_line_but_a_mistake_keeps_its_traceback(alone, capsys, monkeypatch):
@@ -445,9 +440,8 @@ def test_a_lost_rank_is_one_line_but_a_mistake_keeps_its_traceback(alone, capsys
         raise RuntimeError("[gloo/pair.cc:553] Connection closed by peer. This is typically caused by\nmore")
 
     monkeypatch.setattr(train_gpt, "train", lose)
-    assert refusal(capsys, *TINY, "--time-out", "9") == (
-        "rank 0: another rank has died, or is more than 9 s late ([gloo/pair.cc:553] Connection closed by peer)"
-    )
+    line = refusal(capsys, *TINY, "--time-out", "9")
+    assert tells(line, "rank 0", "9 s", "Connection closed by peer") and "typically" not in line
     dist.destroy_process_group()
 
     def mistake(*_):
@@ -464,5 +458,5 @@ def test_every_rank_hears_of_a_loss_that_is_not_finite_on_one():
             host_gather = staticmethod(lambda mine: [mine, [[1.0, 1.0], [float("inf"), 1.0]]])
 
     recent = [torch.tensor([1.0, 1.0])] * 2
-    with pytest.raises(Refusal, match="loss is inf at step 20 on rank 1"):
+    with pytest.raises(Refusal, match=naming("inf", "step 20", "rank 1")):
         train_gpt.read(recent, 20, Handle, Options())

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import Block, Case, Stack
 from parity import OPTIMIZERS, CastDDP, Loop, build, copies_of, exactly, loss_of, place
+from says import naming, tells
 from torch import nn
 
 from zero_mini.update.loss_scale import LossScaler
@@ -50,7 +51,7 @@ def test_too_many_overflows_in_a_row_are_an_error_that_says_what_to_do():
     scaler = LossScaler(scale=8.0, most_in_a_row=2)
     for overflow in (True, True, False, True, True):
         scaler.update(overflow)
-    with pytest.raises(RuntimeError, match=r"3 steps in a row, down to a loss scale of 0\.25.*lower the learning rate"):
+    with pytest.raises(RuntimeError, match=naming(3, 0.25, "learning rate")):
         scaler.update(True)
 
 
@@ -59,7 +60,7 @@ def test_too_many_overflows_in_a_row_are_an_error_that_says_what_to_do():
     [("scale", 0.0), ("scale", math.nan), ("growth_factor", 1.0), ("backoff_factor", 1.0), ("growth_interval", 0)],
 )
 def test_a_setting_that_leads_nowhere_is_refused(option, value):
-    with pytest.raises(ValueError, match=f"{option} of a loss scaler must be .*got"):
+    with pytest.raises(ValueError, match=naming(option, value)):
         LossScaler(**{option: value})
 
 
@@ -270,7 +271,7 @@ def test_a_loss_that_was_not_scaled_is_refused_at_the_step(ranks):
         return str(caught.value)
 
     for message in ranks(2).run(step):
-        assert "its loss was not scaled" in message and "zero.scale(loss).backward()" in message
+        assert tells(message, "zero.scale(loss).backward()")
 
 
 def test_a_backward_after_unscaling_is_refused(ranks):
@@ -287,7 +288,7 @@ def test_a_backward_after_unscaling_is_refused(ranks):
         return str(caught.value)
 
     for message in ranks(2).run(scale_again):
-        assert "run every backward of a step before, or zero_grad() first" in message
+        assert tells(message, "zero_grad()")
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

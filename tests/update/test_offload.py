@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from models import ZOO
 from parity import CastDDP, Loop, TorchDDP, agree, parity
+from says import tells
 from test_train_gpt import SCRIPT, TINY, finish, refusal, said, start
 from torch import nn
 
@@ -227,7 +228,7 @@ def test_an_optimizer_that_is_not_known_is_called_once_a_step_or_refused(ranks, 
             zeroify(model, Counting(model.parameters()), 2, offload=folder, elementwise=True)
         return str(refusal.value)
 
-    assert "Counting may count its calls" in ranks(2).run(work, str(tmp_path))[0]
+    assert tells(ranks(2).run(work, str(tmp_path))[0], "Counting")
 
 
 def test_states_move_between_places_stages_and_numbers_of_ranks(ranks, tmp_path):
@@ -394,8 +395,7 @@ def test_a_step_that_cannot_be_written_is_not_taken_on_any_rank_and_can_be_repea
     for messages in ranks(2).run(work, str(tmp_path)):
         assert len(messages) == 2
         for message in messages:
-            assert f"states of rank {failing} in {tmp_path}: No space left on device" in message
-            assert "The step was not taken" in message and "make room" in message
+            assert tells(message, f"rank {failing}", tmp_path, "No space left on device")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -500,7 +500,7 @@ def test_a_disk_that_is_really_full(tmp_path):
     code, _, err = finish(start(["bash", "-c", f"ulimit -f 60; exec {command}"]))
     assert code == 2
     (line,) = said(err)
-    assert f"states of rank 0 in {tmp_path}: File too large. The step was not taken" in line
+    assert tells(line, "rank 0", tmp_path, "File too large")
 
 
 def refusal_of(folder: str, stage: int = 2, **options) -> str:
@@ -535,12 +535,12 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks, tmp_path):
         return found
 
     first, second = ranks(2).run(work, str(tmp_path))
-    assert "choose stage 1, 2 or 3" in first["stage 0"]
-    assert "is no folder; make it first" in first["missing"]
+    assert tells(first["stage 0"], "1, 2 or 3")
+    assert tells(first["missing"], tmp_path / "none")
     assert "capturable" in first["capturable"]
-    assert "rank 1: offload" in first["read-only"] and "cannot be written to" in second["read-only"]
-    assert "has 7 bytes free, and a rank's states take" in first["small"]
-    assert "holds the states of another run" in first["in use"]
+    assert tells(first["read-only"], "rank 1", "offload") and tells(second["read-only"], "offload", tmp_path)
+    assert tells(first["small"], 7)
+    assert str(tmp_path) in first["in use"]
 
 
 def test_the_folder_says_what_it_holds_and_is_empty_afterwards(ranks, tmp_path):
@@ -555,7 +555,7 @@ def test_the_folder_says_what_it_holds_and_is_empty_afterwards(ranks, tmp_path):
         return True
 
     for rank, (text, names) in enumerate(ranks(2).run(work, str(tmp_path))):
-        assert f"rank {rank} of 2, a GPT of 4 units" in text and "can be deleted" in text
+        assert tells(text, f"rank {rank}", 2, "GPT", 4)
         assert names == sorted(
             ["README.txt", "lock", *(f"{unit}.{generation}" for unit in range(4) for generation in (0, 1))]
         )
@@ -574,7 +574,7 @@ def test_what_a_killed_job_left_is_removed_by_the_next(alone, capsys, tmp_path):
     dist.destroy_process_group()
     job.kill()
     job.communicate()
-    assert "holds the states of another run that lives" in refused
+    assert str(tmp_path) in refused
     assert second_generation.exists()
     main([*arguments, "--steps", "1"])
     gc.collect()
@@ -587,14 +587,11 @@ def test_the_trainer_shows_where_bytes_are(alone, capsys, tmp_path):
         shown = capsys.readouterr().out
         (header,) = [line for line in shown.splitlines() if line.startswith("rank 0")]
         assert header.split()[5:] == columns
-        assert "host memory of this process at its peak" in shown
 
 
 def test_the_trainer_refuses_what_cannot_be_offloaded(alone, capsys, tmp_path):
-    assert refusal(capsys, *TINY, "--stage", "0", "--offload", "host") == (
-        "--offload needs sharded states (--stage is 0); add --stage 1, 2 or 3"
-    )
-    assert "none is no folder; make it first" in refusal(capsys, *TINY, "--offload", str(tmp_path / "none"))
+    assert tells(refusal(capsys, *TINY, "--stage", "0", "--offload", "host"), "--offload", 0, "--stage 1, 2 or 3")
+    assert tells(refusal(capsys, *TINY, "--offload", str(tmp_path / "none")), tmp_path / "none")
 
 
 def test_a_checkpoint_goes_on_to_the_bit_at_any_place(ranks, tmp_path):
