@@ -4,7 +4,8 @@ The book, in reading order:
 
     by_hand.py                                all of ZeRO on one page, without hooks or overlap
     comm.py  flat.py                          four collectives; parameters as one flat buffer
-    ddp.py  zero1.py  zero2.py  zero3.py      plain data parallelism, then one idea a file
+    script.py                                 when: the moments of a training step
+    ddp.py  zero1.py  zero2.py  zero3.py      what: plain data parallelism, then one idea a file
     zeroify.py  train_gpt.py                  the one-line entry; a trainer that uses it
 
 What serves it, each folder with a list of its files in `__init__.py`:

@@ -50,8 +50,7 @@ on this rank counts as zero. The optimizer skips what no rank used in a step, as
 A reduction starts when the next unit is half-way through its backward. An NCCL reduction occupies SMs and slows a
 matrix product that runs beside it; attention, which most transformers run half-way, is slowed less.
 
-Left out: gradients as views into the buffer (a copy saved), static-graph tricks, join() for ranks with unequal numbers
-of batches.
+Left out: gradients as views into the buffer, static-graph tricks, join() for ranks with unequal numbers of batches.
 """
 
 import contextlib
@@ -91,8 +90,7 @@ class Script:
         """Every attribute is born here, or in the stage's own __init__; zeroify.py then takes the parameters over."""
         self.model: nn.Module = model
         self.optimizer: torch.optim.Optimizer = optimizer
-        self.units: list[Unit] = units
-        self.comm: Comm = comm
+        self.units, self.comm = units, comm  # list[Unit], Comm
         self.rank, self.world_size, self.device = comm.rank, comm.world_size, device
         self.dtype = dtype  # of the model's computation
         self.master_dtype = units[0].params[0].dtype  # of what the optimizer sees: the dtype that the model came in
@@ -107,8 +105,8 @@ class Script:
         self.buffers_due = True  # the next forward makes buffers equal
         self.showing_whole = False  # under full_params(), where hooks do nothing
         self.open_calls: list[contextlib.ExitStack] = []  # of state_dict(); a module's lies inside its parent's
-        parts = [(name, *name.rpartition(".")) for name, _ in model.named_buffers()]
-        self.buffers = [(name, model.get_submodule(path), key) for name, path, _, key in parts]
+        names = [(name, *name.rpartition(".")) for name, _ in model.named_buffers()]
+        self.buffers = [(name, model.get_submodule(path), key) for name, path, _, key in names]
         self.model_layout = watch.Layout(model)
 
     # --- the moments -------------------------------------------------------------------------
@@ -289,6 +287,7 @@ class Script:
     load_state_dict = state_dict.load_state_dict
     state_dict = state_dict.state_dict
     memory = inventory.memory
+    places = property(inventory.places)
     ledger = property(inventory.ledger)
     stepped = property(loss_scale.stepped)
     scaler = property(loss_scale.scaler)

@@ -269,7 +269,7 @@ def fit(
             loss = accumulate(zero, next(batches), job.device)
             if is_logged:
                 # The paper counts before the step. (Clipping copies 16-bit gradients to fp32.)
-                memory = {place: zero.memory(place) for place in zero.update.places}
+                memory = {place: zero.memory(place) for place in zero.places}
             norm = zero.clip_grad_norm_(options.clip)
             lr = scheduler.get_last_lr()[0]
             zero.optimizer.step()

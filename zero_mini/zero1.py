@@ -50,7 +50,7 @@ class Zero1(DDP):
         self.arriving: dict[Unit, Launched] = {}  # each unit's all-gather in flight
 
     def adopt(self, unit: Unit, values: torch.Tensor) -> None:
-        """The optimizer updates a slice. Without mixed precision it is a view of the parameters themselves."""
+        """The optimizer updates a slice: in fp32 a view of the parameters themselves."""
         unit.full = self.comm.empty(unit.P, self.dtype, self.device).copy_(values)
         unit.master = unit.slice_of(values).clone() if self.mixed else unit.slice_of(unit.full)
         unit.show(unit.views(unit.full))

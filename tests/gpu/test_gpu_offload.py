@@ -170,7 +170,7 @@ def costs(config: GPTConfig, batch: int, offload: str | None, micro_batches: lis
                 "host_peak_bytes": host_peak_bytes(),
                 "device_bytes": sum(zero.memory("device").values()),
                 "host_bytes": sum(zero.memory("host").values()),
-                "disk_bytes": sum(zero.memory("disk").values()) if "disk" in zero.update.places else 0,
+                "disk_bytes": sum(zero.memory("disk").values()) if "disk" in zero.places else 0,
                 "losses": losses[:3],
             }
         )

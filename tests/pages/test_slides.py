@@ -85,7 +85,7 @@ def test_a_good_slide_is_good(deck):
         ("```python zero_mini.zero1.Zero1.publishes\n```\n", ["Zero1.publishes"]),
         ("```python zero_mini.zero3.Zero3.no_sync\n```\n", ["Zero3.no_sync"]),  # it is Zero2's
         ("```python zero_mini.zero4.Zero4\n```\n", ["zero4.Zero4"]),
-        ('```python zero_mini.comm.Comm.agree from "if nothing" to "return"\n```\n', ["'if nothing'"]),
+        ('```python zero_mini.comm.Comm.launch from "if nothing" to "return"\n```\n', ["'if nothing'"]),
         ('```text zero_mini.zero1 paragraph "space -->"\n```\n', ["'space -->'"]),
         ("```python zero_mini.zero1.Zero1.publish\nold code\n```\n", []),
         ("```text said by nobody\n```\n", ["messages.py", "nobody"]),

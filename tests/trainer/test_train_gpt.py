@@ -455,7 +455,8 @@ def test_a_lost_rank_is_one_line_but_a_mistake_keeps_its_traceback(alone, capsys
 def test_every_rank_hears_of_a_loss_that_is_not_finite_on_one():
     class Handle:
         class comm:
-            host_gather = staticmethod(lambda mine: [mine, [[1.0, 1.0], [float("inf"), 1.0]]])
+            class host:
+                gather = staticmethod(lambda mine: [mine, [[1.0, 1.0], [float("inf"), 1.0]]])
 
     recent = [torch.tensor([1.0, 1.0])] * 2
     with pytest.raises(Refusal, match=naming("inf", "step 20", "rank 1")):

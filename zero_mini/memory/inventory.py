@@ -28,15 +28,19 @@ def ledger(zero) -> list[Call]:
     return zero.comm.ledger.last_step
 
 
+def places(zero) -> tuple[str, ...]:
+    """The places that `memory` knows."""
+    return zero.update.places
+
+
 def memory(zero, place: str | None = None) -> dict[str, int]:
     """Bytes that are kept alive here now, by category (`formulas.walk`).
 
     place: "device", where the model computes, "host", where something waits (offload, checkpointed activations), or
     "disk", in files (offload to a folder); None: device and host, which on a CPU differ only in what they are for.
     """
-    places = zero.update.places
-    if place not in (None, *places):
-        raise ValueError(f"place must be {', '.join(map(repr, places))} or None (got {place!r})")
+    if place not in (None, *zero.places):
+        raise ValueError(f"place must be {', '.join(map(repr, zero.places))} or None (got {place!r})")
     if place == "disk":
         return dict.fromkeys(CATEGORIES, 0) | {"optimizer": zero.update.bytes_on_disk()}
     everywhere, at_host = walk(zero), walk(SimpleNamespace(tensors=lambda: host_tensors(zero)))

@@ -63,7 +63,7 @@ def holdings(zero: Script, unit: Unit) -> list[Holding]:
         name = str(tensor.dtype).removeprefix("torch.")
         result.append(Holding(zero.rank, what, name, tensor.element_size(), low, high, use))
 
-    low = unit.begin_of(unit.master)
+    low = unit.start_of(unit.master)
     high = low + unit.master.numel()
     if unit.full is not None:
         keep("parameters", unit.full, 0, unit.P)
@@ -73,8 +73,8 @@ def holdings(zero: Script, unit: Unit) -> list[Holding]:
         keep("master", unit.master, low, high)
     elif unit.full is None:
         keep("parameters", unit.master, low, high)
-    if unit.own_grad is not None:
-        grad, start = unit.own_grad, unit.begin_of(unit.own_grad)
+    if unit.mean_grad is not None:
+        grad, start = unit.mean_grad, unit.start_of(unit.mean_grad)
         keep("gradients", grad, start, start + grad.numel())
         if grad.untyped_storage().nbytes() > grad.nbytes:  # a view of a buffer that stays
             for rest in ((0, start), (start + grad.numel(), unit.P)):
