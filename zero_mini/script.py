@@ -58,7 +58,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from zero_mini.binding import agreement, full_params, hooks, pieces, state_dict, watch
 from zero_mini.binding.parameter import NO_COPY, HeldParameter
@@ -88,9 +87,10 @@ class Script:
 
     def __init__(self, model, optimizer, units, comm, dtype, device, scaler=None, make_update=OnDevice):
         """Every attribute is born here, or in the stage's own __init__; zeroify.py then takes the parameters over."""
-        self.model: nn.Module = model
+        self.model: torch.nn.Module = model
         self.optimizer: torch.optim.Optimizer = optimizer
-        self.units, self.comm = units, comm  # list[Unit], Comm
+        self.units: list[Unit] = units
+        self.comm: Comm = comm
         self.rank, self.world_size, self.device = comm.rank, comm.world_size, device
         self.dtype = dtype  # of the model's computation
         self.master_dtype = units[0].params[0].dtype  # of what the optimizer sees: the dtype that the model came in

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from matrix import PYTHONS, TORCHES
+from matrix import PYTHONS, QUICK, TORCHES
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -79,6 +79,8 @@ def test_a_disagreement_is_found(conda, pip, said):
     assert disagreements(yaml.safe_dump({"dependencies": [*conda, {"pip": pip}]}), SMALL_PROJECT) == said
 
 
-def test_the_matrix_begins_with_the_oldest_versions_that_are_promised():
+def test_the_matrix_begins_with_the_oldest_versions_that_are_promised_and_its_tests_exist():
+    for path, _, name in (test.partition("::") for test in QUICK):
+        assert (ROOT / path).exists() and (not name or f"def {name}(" in (ROOT / path).read_text()), name
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
     assert f"torch>={TORCHES[0]}" in PROJECT["dependencies"]
