@@ -1,4 +1,4 @@
-"""Units: parameters that travel together, laid out in one flat buffer that N ranks can share.
+"""Units: parameters that are gathered and reduced together, in one flat buffer that N ranks can share.
 
 A collective wants one contiguous buffer whose size N divides; a model has many small tensors of
 any size. A `Unit` is the map between the two. Shape letters, used everywhere in this package:
@@ -11,16 +11,17 @@ any size. A `Unit` is the map between the two. Shape letters, used everywhere in
     w00 w01 ... ... w13     b0 b1 - -    - - - -          flat buffer, P (drawn with ALIGN = 4)
     |<-- rank 0, S -->|<---- rank 1, S ---->|             N = 2
 
-A slice takes no notice of where a tensor begins or ends: half a matrix is as good as a whole one,
-because the optimizers that ZeRO is for update element by element. That is what makes the shares
-equal to the element however odd the model is.
+A slice may begin or end inside a tensor: half a matrix is as good as a whole one, because the
+optimizers that ZeRO is for update element by element. So all slices have the same number of
+elements, whatever shapes the model has.
 
 Inside a unit the parameters are sorted by the optimizer's param group, so that a group is one *run*
-of the buffer and this rank's part of it one *piece*, a view: weight decay, learning rate and
-schedulers keep working on groups. A parameter that no rank used in a step, while others of its run
-were used, becomes a run of its own: the optimizer passes over its piece, and counts its steps, as
-torch's does. Each parameter starts on an ALIGN boundary, so that kernels see aligned memory as they
-do in an unsharded model. Gaps are zero, and stay zero: their gradient is zero.
+of the buffer and this rank's part of it is one *piece*, a view: weight decay, learning rate and
+schedulers keep working on groups. If no rank used a parameter in a step, but its run has others that
+were used, the parameter becomes a run of its own. The optimizer then skips its piece and counts no
+step for it, as torch does when a gradient is None. Each parameter starts on an ALIGN boundary, so
+that kernels see aligned memory as they do in an unsharded model. Gaps are zero, and stay zero: their
+gradient is zero.
 
 Left out: parameters of several dtypes in one model, and sparse ones (see binding/checks.py).
 """
@@ -45,7 +46,7 @@ ALIGN = 32  # elements: 128 bytes in fp32, 64 in bf16
 
 
 def round_up(numel: int, multiple: int) -> int:
-    """The least multiple that holds `numel`.
+    """The smallest multiple of `multiple` that is at least `numel`.
 
     >>> round_up(5, 4), round_up(8, 4), round_up(0, 4)
     (8, 8, 0)
@@ -54,7 +55,7 @@ def round_up(numel: int, multiple: int) -> int:
 
 
 def count_none(grads: list) -> int:
-    """How many are None. (`in` and `count` would compare tensors by value.)"""
+    """How many of them are None. (`in` and `count` would compare tensors by value.)"""
     return sum(map(operator.is_, grads, repeat(None)))
 
 
@@ -63,7 +64,7 @@ class Reduction(NamedTuple):
 
     work: "Launched"
     mean: torch.Tensor  # where the mean arrives, shaped like the master
-    buffer: torch.Tensor  # (P) in use until then
+    buffer: torch.Tensor  # (P) the collective uses it until then
 
 
 @dataclass(eq=False)
@@ -74,15 +75,15 @@ class Unit:
     """
 
     name: str  # the module's name in the model; "root" for what belongs to no block
-    modules: tuple[nn.Module, ...]  # from the first one's forward to the last one's is the unit's turn
+    modules: tuple[nn.Module, ...]  # the unit's turn: from the first one's forward to the last one's
     names: list[str]
     params: list[nn.Parameter]
     groups: list[int]  # the optimizer's param group of each, ascending
     rank: int
     world_size: int
-    is_root: bool = False  # its turn is around all the others'
+    is_root: bool = False  # its turn contains the turns of all other units
     is_grouped: bool = True  # its parameters are in the optimizer's param groups; frozen ones need not be
-    middle: nn.Parameter | None = None  # whose gradient says that backward is half through the unit
+    middle: nn.Parameter | None = None  # its gradient arrives half-way through the unit's backward
     full: torch.Tensor | None = None  # (P) what the model computes with; stage 3 has none
     master: torch.Tensor | None = None  # (P) or (S) what this rank's optimizer updates
     local_grad: torch.Tensor | None = None  # (P) this rank's gradients, not reduced yet
@@ -90,16 +91,16 @@ class Unit:
     pieces: list[tuple[int, nn.Parameter]] = field(default_factory=list)  # (group, view of master)
     reducing: "Reduction | None" = None  # in flight
     pending_backwards: int = 0  # forward calls whose backward has not come yet
-    used: int = 0  # bit i: this rank has brought a gradient to params[i] since zero_grad()
-    used_anywhere: int = 0  # the same for any rank, known from the exchange at the step
-    apart: set[int] = field(default_factory=set)  # params that are a run of their own
-    place: object | None = None  # at stage 3: where it is gathered to (zero3.Place)
+    used: int = 0  # bit i: on this rank params[i] got a gradient since zero_grad()
+    used_anywhere: int = 0  # the same for any rank; ranks exchange it at the step
+    apart: set[int] = field(default_factory=set)  # indices of params that are a run of their own
+    place: object | None = None  # at stage 3: the slot it is gathered into (zero3.Place)
     stage: ReferenceType | None = None  # the handle that trains it
-    is_whole: bool = False  # shown by zero.full_params()
-    shows_grads: bool = False  # and gradients too, by zero.full_params(grads=True)
-    nan_views: list[torch.Tensor] = field(default_factory=list)  # one NaN in each parameter's shape: takes no memory
-    visible: list[torch.Tensor] = field(default_factory=list)  # what its parameters are now: `nan_views`, or views
-    versions: list[int] = field(default_factory=list)  # how often each parameter had been written to (binding/watch.py)
+    is_whole: bool = False  # its parameters are whole now, under zero.full_params()
+    shows_grads: bool = False  # gradients are whole too, under zero.full_params(grads=True)
+    nan_views: list[torch.Tensor] = field(default_factory=list)  # one NaN in each parameter's shape: uses no memory
+    visible: list[torch.Tensor] = field(default_factory=list)  # what its parameters are now: `nan_views` if hidden
+    versions: list[int] = field(default_factory=list)  # each parameter's count of writes (binding/watch.py)
 
     def __post_init__(self):
         """Lay the parameters out; allocate nothing."""
@@ -108,7 +109,7 @@ class Unit:
         for param in self.params:
             self.offsets.append(end)
             end = round_up(end + param.numel(), ALIGN)
-        self.P = round_up(max(end, 1), ALIGN * self.world_size)  # a unit of 0-element tensors too
+        self.P = round_up(max(end, 1), ALIGN * self.world_size)  # max: a unit may have 0-element tensors only
         self.S = self.P // self.world_size
         self.shapes = [param.shape for param in self.params]
         # empty_like keeps the strides of a dense tensor (channels_last, say) and drops odd ones.
@@ -156,23 +157,23 @@ class Unit:
             if param.is_meta:
                 values = torch.empty_like(param, device=device, requires_grad=False)
                 initialise(name, values)
-                torch.utils.swap_tensors(param, nn.Parameter(values, self.trainable))  # the same object still
+                torch.utils.swap_tensors(param, nn.Parameter(values, self.trainable))  # param stays the same object
 
     def flatten(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A new buffer (P) of the parameters' values, gaps zero."""
         return self.fill(torch.empty(self.P, dtype=dtype, device=device), self.params)
 
     def grads(self) -> list[torch.Tensor | None]:
-        """What autograd has brought and no flat buffer has taken yet."""
+        """Each parameter's .grad: a gradient that is not in a flat buffer yet, or None."""
         with plainly():
             return list(map(grad_of, self.params))
 
     def grads_arrived(self) -> int:
-        """How many parameters hold such a gradient."""
+        """How many parameters have such a gradient."""
         return len(self.params) - count_none(self.grads())
 
     def note_used(self, grads: list[torch.Tensor | None]) -> None:
-        """Remember which parameters have brought a gradient."""
+        """Remember which parameters got a gradient."""
         if not count_none(grads):
             self.used = (1 << len(grads)) - 1
         else:
@@ -188,7 +189,7 @@ class Unit:
         self.note_used(grads)
         with plainly():
             if self.local_grad is None and self.is_dense and not count_none(grads):
-                self.local_grad = _flatten_dense_tensors(grads)  # what the next branch does, in one operation
+                self.local_grad = _flatten_dense_tensors(grads)  # one operation, with the next branch's result
             elif self.local_grad is None:
                 self.local_grad = torch.empty(self.P, dtype=self.params[0].dtype, device=self.params[0].device)
                 self.fill(self.local_grad, grads)
@@ -201,7 +202,7 @@ class Unit:
                 set_grad(param, None)
 
     def forget_grads(self, set_to_none: bool) -> None:
-        """No gradient, or zeros if there was one."""
+        """Drop the gradients; without `set_to_none`, zeros replace those that exist."""
         zeros = torch.zeros_like(self.master) if self.holds_gradient and not set_to_none else None
         self.local_grad, self.mean_grad = None, zeros
         if set_to_none:
@@ -224,7 +225,7 @@ class Unit:
         return buffer
 
     def show(self, views: list[torch.Tensor]) -> None:
-        """Let the parameters be these views; `nan_views` hides them."""
+        """Make the parameters these views; `nan_views` hides them."""
         if views is not self.visible:
             cls = HiddenParameter if views is self.nan_views else HeldParameter
             with plainly():
@@ -238,21 +239,21 @@ class Unit:
         self.show(self.nan_views)
 
     def by_group(self, owned: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """owned, (P) or a slice (S) -> [(group, view)], one for each run that reaches into it."""
+        """owned, (P) or a slice (S) -> [(group, view)], one for each run that overlaps it."""
         return [(run.group, owned[run.low : run.high]) for run in self.runs[owned.numel()]]
 
     def used_pieces(self, owned: torch.Tensor) -> Iterator[tuple[int, nn.Parameter, torch.Tensor]]:
-        """(group, piece, its part of `owned`) of what any rank used since zero_grad(): what the optimizer updates."""
+        """(group, piece, its part of `owned`) of each piece that any rank used since zero_grad(), to update."""
         for run, (group, piece), (_, view) in zip(self.runs[owned.numel()], self.pieces, self.by_group(owned)):
             if self.used_anywhere >> run.first & (1 << run.after - run.first) - 1:
                 yield group, piece, view
 
     def find_runs(self) -> None:
-        """`runs`: {P: the runs of the whole buffer, S: those that reach into this rank's slice}."""
+        """`runs`: {P: the runs of the whole buffer, S: those that overlap this rank's slice}."""
         self.runs = {self.P: self._runs(0, self.P), self.S: self._runs(self.rank * self.S, self.S)}
 
     def _runs(self, begin: int, numel: int) -> list["Run"]:
-        """The runs that reach into buffer[begin:][:numel], counted from `begin`."""
+        """The runs that overlap buffer[begin:][:numel], counted from `begin`."""
         runs, first = [], 0
         for after in range(1, len(self.params) + 1):
             is_end = after == len(self.params)
@@ -267,7 +268,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Run:
-    """params[first:after] of a unit, which the optimizer sees as one, and where they lie in (a slice of) its buffer."""
+    """params[first:after] of a unit, one piece for the optimizer, and their range in its buffer or in a slice of it."""
 
     group: int
     first: int

@@ -7,10 +7,10 @@ Source: arXiv 1910.02054, section 5.1 (memory) and 7.2.1 (volume).
 
 unlike ddp.py:
   - adopt:           the optimizer sees this rank's slice of each unit, not the whole
-  - reduce:          a rank needs the mean of its slice alone: reduce-scatter, half an all-reduce
-  - publish:         each rank updated another slice: all-gather, the other half
-  - before_forward:  all gathers start at the end of the step; each is waited for only here, so it
-                     hides behind the forward of the units before (the root's comes first, and cannot)
+  - reduce:          a rank needs only the mean of its slice: reduce-scatter, half an all-reduce
+  - publish:         each rank updated a different slice: all-gather, the other half
+  - before_forward:  all gathers start at the end of the step; only here a unit waits for its own, so
+                     it overlaps the forward of the units before (the root is first: no overlap)
   - check_step:      a gather that no forward waited for must end before its values change
   - partial_norms:   for clipping, ranks gather the norms of their slices
 
@@ -25,10 +25,10 @@ unlike ddp.py:
   - unused parameter:  as ddp.py; its slice is gathered with its unit
   - ranks that differ: as ddp.py
 
-Between the step and its unit's next forward a parameter is hidden: its new values may still be in
+A parameter is hidden between the step and its unit's next forward: its new values may still be in
 flight. A read waits for them (binding/out_of_turn.py).
 
-Left out: gradients are kept whole although a rank uses 1/N of them. That is stage 2.
+Left out: sharded gradients. A rank keeps them whole, and uses 1/N of them; stage 2 shards them.
 """
 
 import torch
@@ -56,19 +56,19 @@ class Zero1(DDP):
         unit.show(unit.views(unit.full))
 
     def reduce(self, unit: Unit) -> None:
-        """The mean of the own slice, written over it; the rest of the buffer stays allocated."""
+        """Write the mean of this rank's slice over it; the rest of the buffer stays allocated."""
         shard = unit.slice_of(unit.local_grad)
         work = self.comm.reduce_scatter(shard, unit.local_grad, unit.name)
         unit.reducing = Reduction(work, shard, unit.local_grad)
 
     def publish(self, unit: Unit) -> None:
-        """Own slice -> full parameters of every rank, in place and without waiting."""
+        """This rank's slice -> full parameters of every rank, in place, without waiting."""
         self.arriving[unit] = self.comm.all_gather(unit.full, unit.slice_of(unit.full), unit.name)
         unit.hide()
         note_versions(unit)
 
     def before_forward(self, unit: Unit) -> None:
-        """First use since the step: the new values must have arrived."""
+        """At the first use after a step: wait for the new values."""
         work = self.arriving.pop(unit, None)
         if work is not None:
             work.wait()
@@ -76,7 +76,7 @@ class Zero1(DDP):
             unit.show(unit.views(unit.full))
 
     def check_step(self) -> None:
-        """Values that no forward has waited for must have arrived before they are updated."""
+        """Wait for the gathers that no forward has waited for, before the next update."""
         for unit in list(self.arriving):
             self.before_forward(unit)
         super().check_step()

@@ -10,13 +10,13 @@ C_B, and memory that is allocated once, M_D).
                                      reduce-scatter, times (N-1)/N; less what is still in a slot
 
 unlike zero2.py:
-  - adopt:            a slice of the parameters, and nothing else
-  - before_forward:   gather the unit into its slot; begin to gather the unit after it
-  - before_backward:  the same once more, towards the front
-  - publish:          nothing to send; what the slots hold is out of date
-  - after_forward:    the unit's parameters are hidden: a read never shows the slot's next holder
-  - fetch:            a module that is called by itself gets its parameters; any other read raises
-  - after_backward:   raises if a gradient cannot be true, because the slot held another unit
+  - adopt:            keeps a slice of the parameters, and nothing else
+  - before_forward:   gathers the unit into its slot; begins to gather the unit after it
+  - before_backward:  gathers the unit again; begins to gather the unit before it
+  - publish:          sends nothing; the values in the slots are out of date
+  - after_forward:    hides the unit's parameters: a read never shows the slot's next holder
+  - fetch:            gathers for a module that is called on its own; any other read raises
+  - after_backward:   raises if a gradient may be wrong, because the slot held another unit
 
     time -->     forward           backward                          step
     compute         u0 u1 u2       u2   u1   u0                      update of 1/N
@@ -25,16 +25,16 @@ unlike zero2.py:
     slot 1             u1 u1       u1   u1   u1                      until publish
     memory       parameters two slots and 1/N; gradients as stage 2; optimizer #...
 
-  - k micro-batches:   as zero2.py, and each gathers anew: 16/N bytes, 3 Psi each
+  - k micro-batches:   as zero2.py, and each gathers again: 16/N bytes, 3 Psi each
   - tied parameter:    within one block as ddp.py; shared by two blocks, it is the root's, which stays gathered
-  - frozen parameter:  in slots of its own; gathered in forward and again in backward, not reduced
+  - frozen parameter:  in separate slots; gathered in forward and again in backward, not reduced
   - unused parameter:  as ddp.py; a unit whose forward no rank runs is not gathered, but reduced
-  - ranks that differ: as ddp.py; an evaluation on one rank alone waits for the others' gathers, and is named
+  - ranks that differ: as ddp.py; an evaluation on one rank alone waits for the others' gathers; the error names it
 
-Two slots are enough for one unit to compute while the next arrives. A unit always returns to the
-same slot, because autograd saved views of that memory in forward, and will read them in backward.
-Nothing is allocated or copied out, so nothing fragments. The units at the end of forward are
-the first that backward needs: they are still there, and are not gathered again.
+Two slots are enough: one unit computes while the next arrives. A unit always returns to the same
+slot, because autograd saved views of that memory in forward, and will read them in backward.
+Nothing is allocated or copied out, so memory does not fragment. The last units of forward are
+the first that backward needs: they are still in their slots, and are not gathered again.
 """
 
 from collections.abc import Iterator
@@ -61,13 +61,13 @@ class Slot:
 
 @dataclass(eq=False)
 class Place:
-    """Where a unit is gathered to, and when."""
+    """The slot that a unit is gathered into, and its neighbours in the order of gathers."""
 
     slot: Slot
     views: list[torch.Tensor]  # of the slot's buffer, one a parameter
-    track: bool  # of trainable units, or of frozen ones; unfreezing changes no slot
-    previous: Unit | None = None  # the neighbours in the order of the last forward
-    following: Unit | None = None
+    track: bool  # True: slots of trainable units; False: of frozen ones. Unfreezing does not change it
+    previous: Unit | None = None  # the unit before it in the last forward
+    following: Unit | None = None  # the unit after it
     grads_when_vacated: int = 0  # how many gradients had arrived when another unit took the slot
 
 
@@ -79,14 +79,14 @@ class Zero3(Zero2):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.slots: list[Slot] = []
-        self.last_used: dict[bool, Unit] = {}  # track of trainable units or of frozen ones -> where forward is
-        self.copies = Copies()  # that stood for views of a hidden parameter
+        self.last_used: dict[bool, Unit] = {}  # track -> the unit that forward used last
+        self.copies = Copies()  # copies that replaced views of hidden parameters
 
     def prepare(self) -> None:
-        """Two slots that the blocks take in turns, as large as the largest; the root has its own."""
+        """Two slots that the blocks use in turns, each as large as its largest block; the root has its own."""
         blocks = [unit for unit in self.units if not unit.is_root]
         tracks = [[unit] for unit in self.units if unit.is_root]
-        for trainable in (True, False):  # frozen units are gathered beside the others: own slots
+        for trainable in (True, False):  # frozen units have slots of their own
             track = [unit for unit in blocks if unit.trainable is trainable]
             tracks += [track[0::2], track[1::2]]
         for track in filter(None, tracks):
@@ -96,19 +96,19 @@ class Zero3(Zero2):
                 unit.place = Place(slot, unit.views(slot.buffer), unit.trainable)
 
     def adopt(self, unit: Unit, values: torch.Tensor) -> None:
-        """A slice of the values; between turns the unit has no parameters at all."""
+        """Keep a slice of the values. Between turns the unit's parameters are hidden."""
         unit.master = unit.slice_of(values).clone()
         unit.hide()
 
     def begin_forward(self) -> None:
-        """The order of the last forward stays as the guess for prefetching; after its last unit comes none."""
+        """Prefetching follows the order of the last forward; no unit follows its last one."""
         super().begin_forward()
         for unit in self.last_used.values():
             unit.place.following = None
         self.last_used = {}
 
     def before_forward(self, unit: Unit) -> None:
-        """Gather this unit, unless it is there; begin to gather the one that followed it last time."""
+        """Gather this unit, unless it is in its slot; begin to gather the next one of the last forward."""
         self.gather(unit)
         track = unit.place.track
         before = self.last_used.get(track)
@@ -121,12 +121,12 @@ class Zero3(Zero2):
             self.prefetch(unit, unit.place.following)
 
     def after_forward(self, unit: Unit) -> None:
-        """Its slot will hold another unit: reading its parameters from now on must not show that one's."""
+        """Hide the parameters: the slot will hold another unit, and a read must not show its values."""
         if not unit.is_root and unit not in self.backward.entered:
             unit.hide()
 
     def before_backward(self, unit: Unit) -> None:
-        """Gather this unit, unless it is there; begin to gather the one that came before it."""
+        """Gather this unit, unless it is in its slot; begin to gather the unit before it in the last forward."""
         if unit not in self.backward.entered and not unit.is_root and unit.grads_arrived():
             raise RuntimeError(
                 f"a gradient of {unit.name} arrived before its backward began, when its parameters need not have "
@@ -136,11 +136,11 @@ class Zero3(Zero2):
             self.hide_all_but(unit.modules[0])
         self.gather(unit)
         if not unit.is_root:
-            self.prefetch(unit, unit.place.previous)  # ahead of the reductions that follow: it is needed sooner
+            self.prefetch(unit, unit.place.previous)  # before the next reductions: backward needs it sooner
         super().before_backward(unit)
 
     def after_backward(self, unit: Unit) -> None:
-        """Gradients are true only if the unit's own parameters stood in the slot until the last arrived."""
+        """RuntimeError if a gradient arrived after another unit took the slot: it may come from wrong parameters."""
         slot = unit.place.slot
         if slot.holder is not unit and unit.grads_arrived() != unit.place.grads_when_vacated:
             holder = slot.holder.name if slot.holder else "nothing"
@@ -151,18 +151,18 @@ class Zero3(Zero2):
         super().after_backward(unit)
 
     def end_backward(self) -> None:
-        """The last units end their turn as well."""
+        """Hide the last units too: their turn is over."""
         self.hide_all_but(None)
         super().end_backward()
 
     def hide_all_but(self, module: torch.nn.Module | None) -> None:
-        """Backward has left all units but those of `module`, and the root."""
+        """Hide what backward has entered and left: all units but those of `module`, and the root."""
         for unit in self.backward.entered:
             if unit.modules[0] is not module and not unit.is_root:
                 unit.hide()
 
     def check_late(self, unit: Unit) -> None:
-        """Only the root stays in place from its first use to the step. RuntimeError for a block."""
+        """RuntimeError for a block: only the root stays gathered from its first use to the step."""
         if not unit.is_root:
             raise RuntimeError(
                 f"{unit.name} got a gradient outside its turn, when its parameters need not have been in place: "
@@ -170,25 +170,25 @@ class Zero3(Zero2):
             )
 
     def publish(self, unit: Unit) -> None:
-        """The next forward gathers what it needs: the slot's values are the last step's."""
+        """Vacate the slot: its values are those before the step. The next forward gathers the new ones."""
         self.vacate(unit.place.slot)
 
     @torch.no_grad()
     def fetch(self, unit: Unit, what: str) -> None:
-        """`what` needs the unit's parameters outside its turn: gather them for a module that runs on every rank."""
+        """`what` reads the unit's parameters outside its turn: gather them if a module runs, else raise."""
         self.copies.check()
         if not forward_is_running(self.model):
             refuse(what)
         self.gather(unit)
 
     def check_write(self, unit: Unit, what: str) -> None:
-        """A write to a slot changes no master. Forget it, and raise."""
+        """A write to a slot does not change the master: discard it, and raise."""
         self.vacate(unit.place.slot)
         note_versions(unit)
         refuse(what)
 
     def after_operation(self, unit: Unit, result: object) -> object:
-        """A block's turn is over after one operation; backward begins another one when it comes to it."""
+        """A block's turn ends after one operation; when backward reaches that operation, it begins another turn."""
         if unit.is_root:
             return result
         result = self.copies.detached_from(unit, result)
@@ -197,23 +197,23 @@ class Zero3(Zero2):
         return result
 
     def check_step(self) -> None:
-        """And that no copy was written to that stood for a view of a parameter."""
+        """Also raise if a copy that replaced a view of a parameter was written to."""
         self.copies.check()
         super().check_step()
 
     def replace(self, unit: Unit, values: torch.Tensor) -> None:
-        """What a slot holds is out of date then."""
+        """Vacate the slot too: its values are out of date."""
         super().replace(unit, values)
         self.vacate(unit.place.slot)
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """The slots as well."""
+        """And the slots."""
         yield from super().tensors()
         for slot in self.slots:
             yield "communication", "slot", slot.buffer
 
     def gather(self, unit: Unit) -> None:
-        """The unit's parameters stand in its slot when this returns (on CUDA: for later kernels)."""
+        """When this returns, the unit's parameters are in its slot (on CUDA: for later kernels)."""
         if unit.place.slot.holder is not unit:
             self.launch_gather(unit)
         if unit.place.slot.arriving is not None:
@@ -231,7 +231,7 @@ class Zero3(Zero2):
             self.launch_gather(neighbour)
 
     def launch_gather(self, unit: Unit) -> None:
-        """master slices of all ranks -> slot, in place; the last holder's work precedes it."""
+        """master slices of all ranks -> slot, in place, after the last holder's work."""
         slot = unit.place.slot
         self.vacate(slot)
         full = slot.buffer[: unit.P]
@@ -241,7 +241,7 @@ class Zero3(Zero2):
         slot.holder = unit
 
     def vacate(self, slot: Slot) -> None:
-        """The slot's holder leaves it, once its gather has ended."""
+        """Empty the slot, once its gather has ended, and hide the unit that it held."""
         if slot.arriving is not None:
             slot.arriving.wait()
         if slot.holder is not None:

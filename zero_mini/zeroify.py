@@ -9,9 +9,9 @@
         optimizer.step()
         optimizer.zero_grad()
 
-Both objects stay what they were: the model's classes, names and state_dict keys, the optimizer
-with its param groups, and any scheduler built on it, before or after. Both are needed at once,
-because the optimizer must hold slices of the very buffers that the model's parameters live in.
+Both objects can be used as before: the model keeps its classes, names and state_dict keys, the
+optimizer its param groups; a scheduler may be built on it before or after. zeroify() needs both
+at once, because the optimizer must hold slices of the buffers that hold the model's parameters.
 """
 
 import os
@@ -58,31 +58,31 @@ def zeroify(
 ) -> Script:
     """Train `model` with `optimizer` at ZeRO stage 0 (plain data parallelism), 1, 2 or 3.
 
-    stage        its number, or a class that overrides moments of one (script.py has the list).
+    stage        a number, or a class that overrides moments of a stage (script.py has the list).
     dtype        what the model computes in; None: the dtype of its parameters. With torch.bfloat16
                  the optimizer keeps the parameters' own dtype as master copy (mixed precision). With
                  torch.float16 the loss must be scaled too: zero.scale(loss).backward().
-    units        modules whose parameters travel together, each a module or a list of modules that follow one
-                 another (`units.merge_blocks`: for small ones); None: the model's repeated blocks, that is the
-                 children of its ModuleLists and Sequentials. The rest is the root unit.
-    device       where to train; None: this rank's GPU if the group speaks NCCL, else where the
-                 model is. A model on the CPU is moved one unit at a time.
+    units        modules whose parameters are gathered and reduced together: each entry is a module or a list of
+                 consecutive modules (`units.merge_blocks` joins small ones); None: the model's repeated blocks,
+                 that is the children of its ModuleLists and Sequentials. The rest is the root unit.
+    device       where to train; None: this rank's GPU if the group's backend is NCCL, else where
+                 the model is. A model on the CPU is moved one unit at a time.
     initialise   gives values to parameters that were built on the meta device, called as
                  initialise(name, tensor) one unit at a time, so that at stage 3 no rank ever holds a whole model.
-    elementwise  vouches that an optimizer this package does not know updates each element by itself.
-    group        the ranks that share the states; None: all of them. Its time-out is how long a rank waits for the
+    elementwise  True promises that an optimizer not listed in checks.py updates each element independently.
+    group        the ranks that share the states; None: all of them. Its time-out limits how long a rank waits for the
                  others: dist.new_group(timeout=timedelta(minutes=5)), or init_process_group(timeout=...) for all.
     scaler       how the loss scale begins and grows in fp16; None: from 2**16, as torch's does.
-    offload      "host": master copy and optimizer states wait in host memory, and the CPU updates them; a folder:
-                 they wait in files there. Stages 1 to 3.
-    comm         how ranks reach each other, in place of `group`: an instance of a subclass of Comm.
+    offload      "host": master copy and optimizer states are in host memory, and the CPU updates them; a folder:
+                 they are in files there. Stages 1 to 3.
+    comm         the collectives, in place of `group`: an instance of a subclass of Comm.
 
-    Every rank must call it with the same model; rank 0's values are taken. Returns the handle: clip_grad_norm_,
+    Every rank must call it with the same model; all take rank 0's values. Returns the handle: clip_grad_norm_,
     no_sync, scale, full_params, named_parameters, add_penalty, updating, state_dict, load_state_dict, memory, ledger.
-    ValueError or RuntimeError, on every rank, if this model and optimizer cannot be trained so.
+    ValueError or RuntimeError, on every rank, if it cannot train this model and optimizer with these arguments.
 
-    A parameter that no rank uses in a step is left alone as torch leaves a gradient that is None: value, states and the
-    optimizer's count of its steps. requires_grad_() may be called at any time for parameters that are in a param group.
+    If no rank uses a parameter in a step, its value, states and step count do not change, as in torch when a gradient
+    is None. requires_grad_() may be called at any time for parameters that are in a param group.
     """
     if comm is None:
         checks.check_process_group(group)
@@ -101,14 +101,14 @@ def zeroify(
     zero = build(model, optimizer, all_units, comm, dtype, torch.device(device), scaler, maker_of_update(offload))
     with gather_by_copy_engines(comm, all_units if build.sharded else []):
         take_over(zero, initialise)
-    load_optimizer_states(zero, states)  # what the optimizer's constructor made, as Adagrad's does
+    load_optimizer_states(zero, states)  # states that the constructor made, as Adagrad's does
     hook_state_dicts(zero)
     hooks.hook_optimizer(zero)
     return zero
 
 
 def take_over(zero: Script, initialise: Callable[[str, torch.Tensor], None] | None) -> None:
-    """Unit by unit, so that the peak is the final states plus two units: values become what the stage keeps of them."""
+    """Values become what the stage keeps of them. Unit by unit, so that the peak is the final states plus two units."""
     zero.prepare()
     for unit in zero.units:
         unit.materialise(initialise, zero.device)
@@ -123,7 +123,7 @@ def take_over(zero: Script, initialise: Callable[[str, torch.Tensor], None] | No
             param.unit = unit
             param.__class__ = type(param) if isinstance(param, HeldParameter) else HeldParameter
         unit.stage = weakref.ref(zero)
-    zero.model.to(zero.device)  # what is left: buffers
+    zero.model.to(zero.device)  # only buffers are left to move
     zero.sync_buffers()
     zero.comm.ledger.end_step()
     for unit in zero.trainable:
@@ -134,13 +134,13 @@ def take_over(zero: Script, initialise: Callable[[str, torch.Tensor], None] | No
 
 
 def maker_of_update(offload: str | os.PathLike | None) -> Callable[[Script], OnDevice]:
-    """What updates the masters, and where."""
+    """What builds `zero.update`, which updates the masters."""
     if offload is None:
         return OnDevice
     if offload == "host":
         from zero_mini.update.offload import Offload
 
         return Offload
-    from zero_mini.update.disk import OnDisk  # fcntl, which it locks its folder with, is not everywhere
+    from zero_mini.update.disk import OnDisk  # it needs fcntl, which not every system has
 
     return partial(OnDisk, folder=Path(offload))

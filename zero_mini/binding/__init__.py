@@ -1,8 +1,8 @@
-"""How the script of a step is bound to a model and an optimizer that know nothing of it.
+"""Binds the script of a step to an ordinary model and optimizer.
 
-checks.py  units.py              what is refused at the start; which parameters travel together
+checks.py  units.py              what zeroify() refuses; which parameters form a unit
 hooks.py                         the model's forward and backward run the moments of the script
-parameter.py  out_of_turn.py     what a parameter becomes; what a read outside its unit's turn finds
+parameter.py  out_of_turn.py     what a parameter becomes; what a read outside its unit's turn does
 pieces.py                        what the optimizer sees in place of the parameters
 agreement.py  watch.py           what ranks compare at a step; writes and replacements that would be lost
 precision.py                     inputs and outputs in another dtype

@@ -1,14 +1,14 @@
-"""What ranks tell each other once a step: a few numbers between hosts, before the optimizer changes anything.
+"""Once a step, before the optimizer changes anything, ranks exchange a few numbers between hosts.
 
     digest   of all collectives so far: did every rank launch the same ones, in the same order?            (comm.py)
     options  of all param groups but tensors: does every rank update with the same learning rate?
-    written  a bit a unit: someone has written to its parameters, so the ranks compare their values
-    late     a bit a unit: gradients came that no flat buffer has taken, as the model's modules were called without the
+    written  a bit a unit: the user has written to its parameters, so ranks compare their values
+    late     a bit a unit: it has gradients that are not in a flat buffer, because modules were called without the
              model's own forward. All ranks reduce such a unit now
-    used     a bit a parameter: has this rank brought a gradient to it since zero_grad()? What no rank used is left
-             alone by the optimizer, as torch leaves a gradient that is None
+    used     a bit a parameter: did it get a gradient on this rank since zero_grad()? The optimizer skips a parameter
+             that no rank used, as torch skips a gradient that is None
 
-The numbers are integers on the host; on GPUs nothing waits for the device.
+The numbers are integers on the host; on GPUs no rank waits for its device.
 """
 
 import zlib
@@ -23,7 +23,7 @@ BITS = 63  # of an int64, without its sign
 
 
 def agree(zero) -> None:
-    """Compare digests and options, reduce what came late, and know what was used. RuntimeError. Collective."""
+    """Compare digests and options, reduce late gradients, learn what any rank used. RuntimeError. Collective."""
     late = []
     for unit in zero.trainable:
         watch.check_reduced(unit)
@@ -32,12 +32,12 @@ def agree(zero) -> None:
             zero.check_late(unit)
             unit.note_used(grads)
             late.append(unit)
-    mine = []
+    fields = []
     for unit in zero.units:
-        mine += [(unit in late, 1), (watch.check_untouched(unit), 1), (unit.used, len(unit.params))]
+        fields += [(unit in late, 1), (watch.check_untouched(unit), 1), (unit.used, len(unit.params))]
     options = options_of(zero.optimizer)
     checksum = zlib.crc32(repr(options).encode())
-    rows = zero.comm.host.agree([checksum, *pack(mine)])
+    rows = zero.comm.host.agree([checksum, *pack(fields)])
     if any(row[0] != checksum for row in rows):
         refuse_other_options(zero, options)
     bits = unpack([row[1:] for row in rows])
@@ -57,7 +57,7 @@ def agree(zero) -> None:
 
 
 def leave_unused_alone(zero, unit: Unit) -> None:
-    """No gradient for a unit that no rank used; pieces of their own for parameters that no rank used in it."""
+    """Drop the mean of a unit that no rank used. In other units unused parameters get pieces of their own."""
     if unit.used_anywhere == 0:
         zero.update.wait_for_mean(unit)
         unit.mean_grad = None
@@ -73,7 +73,7 @@ def leave_unused_alone(zero, unit: Unit) -> None:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """What param groups say besides parameters; tensors stay out of it, since the host would wait for the device."""
+    """All options of the param groups, except tensors: to read them, the host would wait for the device."""
     return {
         f"{key} of param group {index}": repr(value)
         for index, group in enumerate(optimizer.param_groups)
@@ -84,10 +84,10 @@ def options_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
 def refuse_other_options(zero, options: dict[str, str]) -> None:
     """RuntimeError, on every rank, that names the option, the ranks and the values."""
-    everyone = zero.comm.host.gather(options)
-    for rank, other in enumerate(everyone):
-        for name in everyone[0] | other:
-            ours, theirs = everyone[0].get(name, "missing"), other.get(name, "missing")
+    all_options = zero.comm.host.gather(options)
+    for rank, other in enumerate(all_options):
+        for name in all_options[0] | other:
+            ours, theirs = all_options[0].get(name, "missing"), other.get(name, "missing")
             if ours != theirs:
                 raise RuntimeError(
                     f"{name} is {ours} on rank 0 but {theirs} on rank {rank}: set it alike on every rank; a scheduler "
@@ -99,8 +99,8 @@ def compare_values(zero, units: list[Unit]) -> None:
     """RuntimeError, on every rank, if these units were written to and are not the same everywhere."""
     if not units:
         return
-    mine = [zlib.crc32(unit.full.detach().cpu().view(torch.uint8).numpy()) for unit in units]
-    first, *others = zero.comm.host.gather(mine)
+    checksums = [zlib.crc32(unit.full.detach().cpu().view(torch.uint8).numpy()) for unit in units]
+    first, *others = zero.comm.host.gather(checksums)
     for rank, theirs in enumerate(others, start=1):
         for unit, one, other in zip(units, first, theirs):
             if one != other:

@@ -1,9 +1,9 @@
 """Every refusal of zeroify(), with its reason and the remedy.
 
-Each rank looks at what it was given, then all tell each other: if one has a reason to refuse, or
-two were given different things, every rank raises, so that nobody waits for a rank that has left.
+Each rank checks its own arguments, then ranks exchange the results: if one has a reason to refuse, or
+two have different arguments, every rank raises, so that no rank waits for one that has stopped.
 
-Left out: what only shows while training (watch.py, parameter.py, zero3.py).
+Left out: mistakes that only show while training (watch.py, parameter.py, zero3.py).
 """
 
 import os
@@ -19,12 +19,12 @@ from zero_mini.binding.units import find_blocks
 from zero_mini.comm import Comm
 from zero_mini.update.loss_scale import LossScaler
 
-# Their update of an element looks at that element's gradient and state alone.
+# They update an element from its own gradient and state alone.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "Rprop", "ASGD")
 
 
 def known_class(optimizer: torch.optim.Optimizer) -> type | None:
-    """The class of torch.optim that updates for this optimizer: its own, or a base of which it overrides no method."""
+    """The class of torch.optim that does the update: the optimizer's own, or a base of which it overrides no method."""
     known = [getattr(torch.optim, name) for name in ELEMENTWISE]
     for cls in type(optimizer).__mro__:
         if cls in known:
@@ -42,7 +42,7 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_process_group(group: dist.ProcessGroup | None) -> None:
-    """RuntimeError if there is nobody to talk to."""
+    """RuntimeError if there is no process group, or this rank is not in it."""
     if not dist.is_initialized():
         raise RuntimeError(
             "zeroify needs a process group: start with torchrun and call torch.distributed.init_process_group() first"
@@ -56,7 +56,7 @@ def as_list(unit: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 class Plan:
-    """What one rank was asked to do: `reason` says why it cannot be, or is None."""
+    """The arguments of zeroify() on one rank; `reason` says why they are refused, or is None."""
 
     def __init__(
         self,
@@ -209,9 +209,9 @@ class Plan:
         return None
 
     def arguments(self) -> dict[str, str]:
-        """What must be the same on every rank, by the name under which a difference is told."""
+        """What must be the same on every rank: its name in the error message -> its value in words."""
         optimizer = type(self.optimizer)
-        told = {
+        descriptions = {
             "stage": str(self.stage),
             "dtype": str(self.compute_dtype),
             "scaler": str(self.scaler),
@@ -219,34 +219,34 @@ class Plan:
             "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}",
         }
         for index, group in enumerate(self.optimizer.param_groups):
-            told[f"param group {index}"] = ", ".join(
+            descriptions[f"param group {index}"] = ", ".join(
                 f"{key} {value}" for key, value in group.items() if key != "params"
             )
         for name, param in self.params.items():
             group = self.group_of.get(id(param))
             grad = f"group {group}" if param.requires_grad else "frozen"
-            told[f"parameter {name!r}"] = f"{tuple(param.shape)} {param.dtype}, {grad}"
+            descriptions[f"parameter {name!r}"] = f"{tuple(param.shape)} {param.dtype}, {grad}"
         for name, buffer in self.model.named_buffers():
-            told[f"buffer {name!r}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
-        told["units"] = ", ".join(name for name, _ in self.blocks) or "none"
-        return told
+            descriptions[f"buffer {name!r}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+        descriptions["units"] = ", ".join(name for name, _ in self.blocks) or "none"
+        return descriptions
 
 
 def check_everywhere(plan: Plan, comm: Comm) -> None:
-    """ValueError on every rank if any has a reason, or if two were given different things."""
+    """ValueError on every rank if any has a reason, or if two have different arguments."""
     arguments = plan.arguments() if plan.reason is None else {}
-    everyone = comm.host.gather((plan.reason, arguments))
-    for rank, (reason, _) in enumerate(everyone):
+    rows = comm.host.gather((plan.reason, arguments))
+    for rank, (reason, _) in enumerate(rows):
         if reason is not None:
             raise ValueError(reason if reason == plan.reason else f"rank {rank}: {reason}")
-    _, first = everyone[0]
-    for rank, (_, other) in enumerate(everyone):
+    _, first = rows[0]
+    for rank, (_, other) in enumerate(rows):
         if list(first) != list(other) or first != other:
             raise ValueError(f"ranks were given different things: {first_difference(first, other, rank)}")
 
 
 def first_difference(first: dict[str, str], other: dict[str, str], rank: int) -> str:
-    """The first line of two ordered descriptions that is not the same.
+    """The first entry in which two ordered descriptions differ.
 
     >>> first_difference({"parameter 'fc.weight'": "(64, 32)"}, {"parameter 'fc.weight'": "(64, 16)"}, rank=1)
     "parameter 'fc.weight' is (64, 32) on rank 0 but (64, 16) on rank 1; build the same everywhere"

@@ -1,11 +1,11 @@
-"""Whole parameters and gradients, outside a unit's turn: to read and to change.
+"""Whole parameters and gradients outside a unit's turn, to read and to change.
 
-    full_params        all parameters at once, in the master's dtype; changes count
+    full_params        all parameters at once, in the master's dtype; changes are kept
     named_parameters   one unit after the other, to read: for an average of the weights
     add_penalty        one unit after the other, to differentiate: for a penalty on the weights
 
-Between turns a parameter may be a slice on N ranks, so each of these is collective: every rank calls it, and every
-rank then holds what is shown.
+Between turns the values of a parameter may be spread over N ranks, so each of these is collective: every rank must
+call it, and every rank gets the whole values.
 """
 
 import contextlib
@@ -21,28 +21,27 @@ from zero_mini.flat import Unit
 
 @contextlib.contextmanager
 def full_params(zero, grads: bool = False) -> Iterator[None]:
-    """Within, every parameter is whole, in the master's dtype, and may be changed.
+    """Inside the block, every parameter is whole, in the master's dtype, and may be changed.
 
-    With `grads`, its .grad is the mean over ranks, and may be changed too. What rank 0 has at
-    the end counts, for all ranks. A forward without gradient runs on the whole parameters;
-    training does not.
+    With `grads`, its .grad is the mean over ranks, and may be changed too. At the end all ranks
+    take rank 0's values. A forward without gradient works inside the block; training does not.
     """
     with zero.comm.host.doing("zero.full_params()", collective=True):
         if grads:
             zero.update.hand_means_to_optimizer()
-        shown = [unit for unit in zero.trainable if grads and unit.mean_grad is not None]
-        with showing(zero, zero.units, write=True), showing_grads(zero, shown):
+        units = [unit for unit in zero.trainable if grads and unit.mean_grad is not None]
+        with showing(zero, zero.units, write=True), showing_grads(zero, units):
             yield
 
 
 @contextlib.contextmanager
 def showing_grads(zero, units: list[Unit]) -> Iterator[None]:
-    """Within, .grad of their parameters is the mean over ranks, where any rank used them; changes count."""
+    """Inside the block, .grad of a parameter that any rank used is the mean over ranks; changes are kept."""
     with torch.no_grad():
-        wholes = [gather_whole(zero, unit, unit.mean_grad) for unit in units]
-    for unit, whole in zip(units, wholes):
+        means = [gather_whole(zero, unit, unit.mean_grad) for unit in units]
+    for unit, mean in zip(units, means):
         unit.shows_grads = True
-        for index, (param, view) in enumerate(zip(unit.params, unit.views(whole))):
+        for index, (param, view) in enumerate(zip(unit.params, unit.views(mean))):
             if unit.used_anywhere >> index & 1:
                 set_grad(param, view)
     try:
@@ -62,12 +61,12 @@ def showing_grads(zero, units: list[Unit]) -> Iterator[None]:
 
 
 def named_parameters(zero) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, value) of every parameter, whole, in the master's dtype: an EMA's way. Collective, one unit at a time.
+    """(name, value) of every parameter, whole, in the master's dtype: for an EMA, say. Collective, one unit at a time.
 
         for name, value in zero.named_parameters():
             average[name].lerp_(value, 0.001)
 
-    Memory: one unit, which goes when the loop moves on. A value is a copy, not to be written to.
+    Memory: one unit, freed when the loop reaches the next one. A value is a copy: do not write to it.
     """
     with zero.comm.host.doing("zero.named_parameters()", collective=True):
         pass
@@ -88,7 +87,7 @@ def add_penalty(zero, penalty: Callable[[str, torch.Tensor], torch.Tensor | None
         zero.add_penalty(lambda name, p: 0.01 * p.square().sum())
 
     `penalty(name, whole parameter)` returns a 0-dim tensor, or None for no penalty on this one. Call it after the
-    last backward of a step, and before clipping, on every rank. Memory: one unit, one after the other.
+    last backward of a step, and before clipping, on every rank. Memory: one unit at a time.
     """
     zero.collect_means()
     total = torch.zeros((), dtype=zero.master_dtype, device=zero.device)
@@ -99,31 +98,31 @@ def add_penalty(zero, penalty: Callable[[str, torch.Tensor], torch.Tensor | None
                 whole = gather_whole(zero, unit, unit.master).detach()
         leaves = [view.clone().requires_grad_() for view in unit.views(whole)]
         values = [penalty(name, leaf) for name, leaf in zip(unit.names, leaves)]
-        named = [index for index, value in enumerate(values) if value is not None]
-        if not named:
+        indices = [index for index, value in enumerate(values) if value is not None]
+        if not indices:
             continue
         with torch.enable_grad():
-            part = sum(values[index] for index in named)
-        grads = dict(zip(named, torch.autograd.grad(part, [leaves[index] for index in named])))
+            part = sum(values[index] for index in indices)
+        grads = dict(zip(indices, torch.autograd.grad(part, [leaves[index] for index in indices])))
         with torch.no_grad():
             total += part
             whole = unit.fill(torch.empty_like(whole), [grads.get(index) for index in range(len(leaves))])
-            add_gradient(zero, unit, unit.part_of_master(whole), named)
+            add_gradient(zero, unit, unit.part_of_master(whole), indices)
     return total
 
 
-# --- how ----------------------------------------------------------------------------------
+# --- helpers ------------------------------------------------------------------------------
 
 
 def wait_for_arrival(zero, unit: Unit) -> None:
-    """No gather into the unit's parameters is in flight after this. At stage 3 slots are gathered into instead."""
+    """Wait until no gather into `unit.full` is in flight. Stage 3 has none: it gathers into slots."""
     if unit.full is not None:
         zero.before_forward(unit)
 
 
 def add_gradient(zero, unit: Unit, grad: torch.Tensor, indices: list[int]) -> None:
-    """To the mean (P or S) that the optimizer will get, for these parameters of the unit."""
-    unscale = 1.0 if zero.factor.value is None else 1 / zero.factor.value  # it is multiplied in later, once
+    """Add it to the mean (P or S) that the optimizer will get, for these parameters of the unit."""
+    unscale = 1.0 if zero.factor.value is None else 1 / zero.factor.value  # the factor multiplies it later
     grad = grad.to(unit.master.device) * unscale
     unit.mean_grad = grad if unit.mean_grad is None else unit.mean_grad.to(zero.master_dtype) + grad
     unit.used |= sum(1 << index for index in indices)
@@ -142,33 +141,33 @@ def gather_whole(zero, unit: Unit, owned: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def showing(zero, units: list[Unit], write: bool) -> Iterator[None]:
-    """Within, the parameters of these units are whole."""
+    """Inside the block, the parameters of these units are whole."""
     if zero.showing_whole:  # state_dict() under full_params(), say
         yield
         return
     if backward_is_running():
         raise RuntimeError("whole parameters cannot be shown inside a backward")
     zero.showing_whole = True
-    before, wholes = [], []
+    old_views, buffers = [], []
     with torch.no_grad():
         for unit in units:
             watch.check_untouched(unit)
-            wait_for_arrival(zero, unit)  # a gather in flight must not land in what is written
+            wait_for_arrival(zero, unit)  # a gather in flight must not overwrite what is written
             with zero.update.in_memory(unit):
-                whole = gather_whole(zero, unit, unit.master)
-            before.append(unit.visible)
-            wholes.append(whole)
-            unit.show(unit.views(whole))
+                buffer = gather_whole(zero, unit, unit.master)
+            old_views.append(unit.visible)
+            buffers.append(buffer)
+            unit.show(unit.views(buffer))
             unit.is_whole = True
     try:
         yield
     finally:
         zero.showing_whole = False
-        for unit, views in zip(units, before):
+        for unit, views in zip(units, old_views):
             unit.is_whole = False
             unit.show(views)
         with torch.no_grad():
-            for unit, whole in zip(units, wholes) if write else ():
-                zero.comm.broadcast(whole, unit.name).wait()
-                zero.replace(unit, whole)
+            for unit, buffer in zip(units, buffers) if write else ():
+                zero.comm.broadcast(buffer, unit.name).wait()
+                zero.replace(unit, buffer)
                 watch.note_versions(unit)

@@ -1,4 +1,4 @@
-"""How the script of moments is tied to a model and its optimizer.
+"""Hooks of a model and its optimizer that run the moments of the script.
 
     the model's forward pre-hook and hook   begin_forward; inputs cast on the way in, outputs on the way out
     forward pre-hook of a unit's module     before_forward
@@ -9,13 +9,13 @@
     the optimizer's step hooks              begin_step, after_step
 
 A unit's output may be a tensor, or tuples, lists, dicts and dataclasses of tensors: full-backward
-hooks of modules see only the first two, and stay silent for the rest. A recompute (activation
-checkpointing) runs forward hooks in the middle of a backward. The end of a backward is asked for
-at its first event, which lies in the outermost one: a request from inside a re-entrant recompute
-would be answered at the end of that inner backward.
+hooks of modules work for the first two only, and do not run for the rest. A recompute (activation
+checkpointing) runs forward hooks in the middle of a backward. The callback for the end of a
+backward is queued at its first event, which is in the outermost one: a callback queued inside a
+re-entrant recompute would run at the end of that inner backward.
 
-Left out: outputs hidden in other objects, say an attribute of the module. Their gradients arrive
-unannounced, and the end of the backward says so.
+Left out: outputs in other objects, for example an attribute of the module. Hooks do not see their
+gradients arrive, and the end of the backward raises.
 """
 
 import dataclasses
@@ -33,14 +33,14 @@ from zero_mini.flat import Unit
 
 
 def connect(zero) -> None:
-    """Once. Pre-hooks run before the user's own, which may read weights; torch.compile does not trace hooks."""
+    """Called once. Pre-hooks run before the user's own, which may read weights; torch.compile does not trace hooks."""
     enter, leave = (torch.compiler.disable(partial(function, zero)) for function in (enter_forward, leave_forward))
     start, end = (torch.compiler.disable(partial(function, zero)) for function in (start_forward, end_forward))
     for unit in zero.units:
         for module in unit.modules:
             module.register_forward_pre_hook(partial(enter, unit), prepend=True)
     zero.model.register_forward_pre_hook(start, prepend=True, with_kwargs=True)
-    zero.model.register_forward_hook(end)  # first, so that the root's outputs are those that were cast
+    zero.model.register_forward_hook(end)  # first, so that the root's hook gets outputs after their cast
     for unit in zero.units:
         for module in unit.modules:
             module.register_forward_hook(partial(leave, unit), with_kwargs=True)
@@ -49,7 +49,7 @@ def connect(zero) -> None:
 
 
 def hook_middle(zero, unit: Unit) -> None:
-    """Backward says when it is half-way through the unit."""
+    """Call `halfway` when backward is half-way through the unit."""
     if not unit.is_root:
         with plainly():
             unit.middle.register_post_accumulate_grad_hook(partial(halfway, weakref.ref(zero)))
@@ -63,7 +63,7 @@ def start_forward(zero, model, args, kwargs):
     if not backward_is_running():  # not a recompute
         zero.begin_forward()
         zero.comm.ledger.recording = torch.is_grad_enabled()
-        zero.buffers_due = torch.is_grad_enabled() and zero.syncing  # as torch DDP decides it
+        zero.buffers_due = torch.is_grad_enabled() and zero.syncing  # the same rule as torch DDP
     return cast((args, kwargs), zero.master_dtype, zero.dtype) if zero.mixed else None
 
 
@@ -76,9 +76,9 @@ def enter_forward(zero, unit: Unit, module, args) -> None:
     if not zero.showing_whole:
         refuse_transforms()
         if backward_is_running():
-            begin_backward(zero)  # a recompute: the outermost backward is known here, not later
+            begin_backward(zero)  # a recompute: this is still the outermost backward, later is not
         elif zero.backward.running:
-            zero.backward = type(zero.backward)()  # that one failed
+            zero.backward = type(zero.backward)()  # an earlier backward failed: drop its state
         zero.before_forward(unit)
 
 
@@ -93,45 +93,45 @@ def leave_forward(zero, unit: Unit, module, args, kwargs, output) -> None:
 
 
 def hook_outputs(zero, unit: Unit, output: object, inputs: object = ()) -> None:
-    """Backward enters the unit with the first gradient of its outputs. An input that is handed on is no output."""
-    handed_on = {id(tensor) for tensor in tensors_in(inputs)}
+    """Backward enters the unit with the first gradient of its outputs. An input that is returned is not an output."""
+    input_ids = {id(tensor) for tensor in tensors_in(inputs)}
     outputs = list(tensors_in(output))
-    outputs += [t._base for t in outputs if t._is_view()]  # changing a view in place cuts the view's own hook off
-    tensors = [t for t in outputs if t.grad_fn is not None and id(t) not in handed_on]
+    outputs += [t._base for t in outputs if t._is_view()]  # a change of a view in place disables the view's own hook
+    tensors = [t for t in outputs if t.grad_fn is not None and id(t) not in input_ids]
     if tensors:
         unit.pending_backwards += 1
-        entered_in: list[int] = []  # the last backward that came here, by whichever of the outputs was first
+        last_backward: list[int] = []  # the id of the last backward that entered here, by any output
         for tensor in tensors:
-            tensor.register_hook(partial(enter_backward, zero, unit, entered_in))
+            tensor.register_hook(partial(enter_backward, zero, unit, last_backward))
 
 
-def enter_backward(zero, unit: Unit, entered_in: list[int], grad) -> None:
+def enter_backward(zero, unit: Unit, last_backward: list[int], grad) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError("backward(create_graph=True) is not supported: gradients are reduced away")
     this_backward = torch._C._current_graph_task_id()
-    if entered_in != [this_backward]:
-        if not entered_in:  # the first backward through this call; with retain_graph there may be more
+    if last_backward != [this_backward]:
+        if not last_backward:  # the first backward through this call; with retain_graph there may be more
             unit.pending_backwards = max(0, unit.pending_backwards - 1)
-        entered_in[:] = [this_backward]
+        last_backward[:] = [this_backward]
         begin_backward(zero)
         zero.send_ready()
         zero.before_backward(unit)
 
 
 def begin_backward(zero) -> None:
-    """Once in each backward: what it owes, and its end."""
+    """Once in each backward: list the units that it must reduce, and queue `end_backward`."""
     backward = zero.backward
     if not backward.running:
-        # torch.autograd.grad() and backward(inputs=...) leave parameters alone: nothing to reduce then.
+        # torch.autograd.grad() and backward(inputs=...) do not collect gradients in all parameters: reduce nothing.
         backward.running, backward.collecting = True, torch.autograd._is_checkpoint_valid()
         backward.unsent = list(zero.trainable) if backward.collecting else []
-        if backward.collecting and zero.factor.value is not None:  # a clip is of the gradients that existed then
+        if backward.collecting and zero.factor.value is not None:  # a clip applies only to gradients before it
             zero.update.hand_means_to_optimizer()
         torch.autograd.Variable._execution_engine.queue_callback(torch.no_grad()(zero.end_backward))
 
 
 def hook_optimizer(zero) -> None:
-    """Let step() and zero_grad() run the script's moments; let what would mislead, raise."""
+    """step() and zero_grad() run the script's moments; methods that would mislead raise."""
     optimizer = zero.optimizer
 
     def before_step(_, args, kwargs):
@@ -150,36 +150,36 @@ def hook_optimizer(zero) -> None:
             return (args[0], closure_then_means, *args[2:]), kwargs
         return args, kwargs | {"closure": closure_then_means}
 
-    def only_shards(_, state=None):
+    def refuse_shards(_, state=None):
         if zero.comm.ledger.steps == 1 and not (state["state"] if state else optimizer.state):
-            return  # before the first step there is nothing to lose, and accelerate does so
+            return  # before the first step there is no state to lose; accelerate calls it then
         raise RuntimeError(
             "the optimizer holds this rank's shards, so its own state_dict is no whole state: "
             "use zero.state_dict() and zero.load_state_dict()"
         )
 
-    def no_copy(*_):
+    def refuse_copy(*_):
         raise RuntimeError(
             "the optimizer holds this rank's shards, so it can be neither copied nor pickled: use zero.state_dict()"
         )
 
-    def no_new_groups(*_):
+    def refuse_new_groups(*_):
         raise RuntimeError("add_param_group: name every parameter before zeroify(); frozen ones may be in a group")
 
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(lambda *_: zero.after_step())
-    optimizer.register_state_dict_pre_hook(only_shards)
-    optimizer.register_load_state_dict_pre_hook(only_shards)
-    optimizer.add_param_group = no_new_groups
-    optimizer.__deepcopy__ = optimizer.__reduce_ex__ = no_copy
-    for name in ("train", "eval"):  # schedule-free optimizers exchange parameters for averages there
+    optimizer.register_state_dict_pre_hook(refuse_shards)
+    optimizer.register_load_state_dict_pre_hook(refuse_shards)
+    optimizer.add_param_group = refuse_new_groups
+    optimizer.__deepcopy__ = optimizer.__reduce_ex__ = refuse_copy
+    for name in ("train", "eval"):  # here schedule-free optimizers replace parameters by averages
         if callable(getattr(optimizer, name, None)):
             setattr(optimizer, name, within(zero.updating, getattr(optimizer, name)))
     optimizer.zero_grad = zero.model.zero_grad = zero.zero_grad
 
 
 def within(context: Callable, method: Callable) -> Callable:
-    """The method, called within context()."""
+    """A function that calls the method inside context()."""
 
     def call(*args, **kwargs):
         with context():
@@ -189,12 +189,12 @@ def within(context: Callable, method: Callable) -> Callable:
 
 
 def halfway(zero: weakref.ref, _) -> None:
-    """Half of a unit's gradients have arrived. Garbage collection does not look into hooks of a tensor."""
+    """Half of a unit's gradients have arrived. `zero` is weak: garbage collection does not see a tensor's hooks."""
     zero().send_ready()
 
 
 def refuse_transforms() -> None:
-    """RuntimeError under a function transform or a trace, to which hooks and collectives are foreign."""
+    """RuntimeError under a function transform or a trace: they support neither hooks nor collectives."""
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
     if is_transformed or torch.jit.is_tracing():
         what = "a transform of torch.func" if is_transformed else "torch.jit.trace"

@@ -1,13 +1,13 @@
-"""An operation on a parameter whose values are not in place: the true values, or an error at that line.
+"""An operation on a hidden parameter gets the true values, or raises at that line.
 
-    stages 1, 2   the values are whole, but on the wire: wait for them, which concerns no other rank
-    stage 3       a module of the model runs (the encoder alone, a head on parts of a sequence, a block's forward
-                  that is called directly): all ranks do, so gather the unit, for this one operation. Anything
+    stages 1, 2   the values are in flight to every rank: wait for them; other ranks need not do anything
+    stage 3       if a module of the model runs (the encoder alone, a head on parts of a sequence, a block's forward
+                  that is called directly), it runs on all ranks: gather the unit, for this one operation. Anything
                   else raises: a loop over model.parameters() on one rank would wait for the others for ever
 
 At stage 3 such an operation is a turn of its own. Its outputs get the hooks of a unit's outputs, so that backward
-gathers the unit again before it comes to this operation. A view of the parameter would outlive the turn, so the caller
-gets a copy of it. Writes do not reach the master there, and raise.
+gathers the unit again before it reaches this operation. A view of the parameter would outlive the turn, so the caller
+gets a copy of it. Writes do not reach the master, so they raise.
 
 Left out: views that were taken in the unit's turn and are read after it; reads that torch does not see (NumPy's).
 """
@@ -73,34 +73,34 @@ def backward_is_running() -> bool:
 
 
 class Copies:
-    """Copies that stood in for views of a unit's parameters. A write to one would be lost, so it raises later."""
+    """Copies that replaced views of a unit's parameters. A write to one would be lost, so `check` raises."""
 
     def __init__(self) -> None:
-        self.made: list[tuple[weakref.ref, int, str]] = []
+        self.entries: list[tuple[weakref.ref, int, str]] = []
 
     def detached_from(self, unit: Unit, result: object) -> object:
-        """The result, without views of the memory that the unit's parameters have now."""
+        """The result, with copies in place of views of the memory that the unit's parameters have now."""
         memory = unit.visible[0].untyped_storage()._cdata
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, nn.Parameter) or tensor.untyped_storage()._cdata != memory:
                 return tensor
-            copied = tensor.clone()
-            self.made.append((weakref.ref(copied), copied._version, unit.name))
-            return copied
+            clone = tensor.clone()
+            self.entries.append((weakref.ref(clone), clone._version, unit.name))
+            return clone
 
         return tree_map_only(torch.Tensor, copy, result)
 
     def check(self) -> None:
         """RuntimeError if one was written to."""
-        made, self.made = self.made, []
-        for reference, version, name in made:
-            copied = reference()
-            if copied is None:
+        entries, self.entries = self.entries, []
+        for reference, version, name in entries:
+            clone = reference()
+            if clone is None:
                 continue
-            if copied._version != version:
+            if clone._version != version:
                 raise RuntimeError(
                     f"a view of a parameter of {name} was written to outside its unit's turn, which changes a copy: "
                     "write to parameters under zero.full_params()"
                 )
-            self.made.append((reference, version, name))
+            self.entries.append((reference, version, name))

@@ -1,14 +1,15 @@
-"""What a parameter becomes when its values live in a unit's flat buffer.
+"""What a parameter becomes when its values are in a unit's flat buffer.
 
-    HeldParameter    a parameter of the model, its values in place: to operations an ordinary parameter
-    HiddenParameter  the same object while its values are elsewhere; its shape, dtype, flags and hooks are there
-    Shard            what the optimizer has instead: a range of the master, on N ranks another one each
+    HeldParameter    a parameter of the model while its values are in place; operations see an ordinary parameter
+    HiddenParameter  the same object while its values are elsewhere; shape, dtype, flags and hooks can be used
+    Shard            what the optimizer has instead: a range of the master, a different one on each of N ranks
 
-A read gives the true value or raises. An operation on a hidden parameter asks the stage for it (out_of_turn.py): at
-stages 1 and 2 the values are on their way, and the stage waits for them; at stage 3 they lie on N ranks, and a stage
-gathers them for a module that runs; otherwise the operation raises. A shard serves `optimizer.step()` alone.
+A read gives the true value or raises. An operation on a hidden parameter asks the stage for the values
+(out_of_turn.py): at stages 1 and 2 they are in flight, and the stage waits for them; at stage 3 they are spread over
+N ranks, and the stage gathers them if a module runs; otherwise the operation raises. Only `optimizer.step()` can use a
+shard.
 
-What would silently mean something else raises too: reading a gradient that is only a shard, copying views.
+Code that would silently change its meaning raises too: reading a gradient that is only a shard, copying views.
 """
 
 import sys
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-# What autograd has accumulated for a parameter, without a question: grad_of(param), set_grad(param, value).
+# torch's own .grad, without the checks of these classes: grad_of(param), set_grad(param, value).
 grad_of, set_grad = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
 set_data = torch.Tensor.data.__set__  # gives a parameter other memory, and leaves its version counter alone
 plainly = torch._C.DisableTorchFunctionSubclass  # `with plainly():` hidden parameters and shards are plain tensors
@@ -41,7 +42,7 @@ class HeldParameter(nn.Parameter):
         """The gradient while autograd accumulates it; raises once a flat buffer has it."""
         if grad_of(self) is None and self.unit.hides_gradient:
             if sys._getframe(1).f_code is nn.Module._apply.__code__:
-                return None  # module.to() would move it; where it must stay, as `data` refuses other places
+                return None  # nothing for module.to() to move; `data` refuses another device
             raise RuntimeError(
                 f"the gradient of {self.unit.name} is in a flat buffer, perhaps only a shard of it: "
                 "read it under zero.full_params(grads=True), clip it with zero.clip_grad_norm_()"
@@ -62,7 +63,7 @@ class HeldParameter(nn.Parameter):
         """The values. A write reaches the master under full_params(), and in fp32 at stages 0 to 2; else it raises."""
         if self.unit.is_whole:
             return torch.Tensor.data.__get__(self)
-        return self.detach()  # shares the count of writes, by which the step finds them
+        return self.detach()  # shares the version counter, with which the step finds writes
 
     @data.setter
     def data(self, value):
@@ -72,13 +73,13 @@ class HeldParameter(nn.Parameter):
                 f"and was given {tuple(value.shape)} of {value.dtype} on {value.device}: "
                 "move or cast the model before zeroify(), not after"
             )
-        if value is not self and value.data_ptr() != address(self):  # module.to(where it is already) is harmless
+        if value is not self and value.data_ptr() != address(self):  # module.to() to the same place is harmless
             with torch.no_grad():
                 self.copy_(value)
 
     @property
     def requires_grad(self):
-        """Freezing is free at any time. Unfreezing needs a place in the optimizer."""
+        """A parameter may be frozen at any time. To be unfrozen, it must be in a param group."""
         return torch.Tensor.requires_grad.__get__(self)
 
     @requires_grad.setter
@@ -86,7 +87,7 @@ class HeldParameter(nn.Parameter):
         self.requires_grad_(value)
 
     def to(self, *args, **kwargs):
-        """The parameter itself if it is there, and of that dtype, already; "cpu:0" is "cpu"."""
+        """The parameter itself if it already has that device and dtype; "cpu:0" is "cpu"."""
         with plainly():
             result = torch.Tensor.to(self, *args, **kwargs)
             same_place = result.device.type == self.device.type and (self.is_cpu or result.device == self.device)
@@ -107,7 +108,7 @@ class HeldParameter(nn.Parameter):
 
 
 class HiddenParameter(HeldParameter):
-    """A HeldParameter outside its turn."""
+    """A HeldParameter outside its unit's turn."""
 
     @classmethod
     def __torch_function__(cls, operation, types, args=(), kwargs=None):
@@ -115,14 +116,14 @@ class HiddenParameter(HeldParameter):
         if operation in METADATA:
             with plainly():
                 return operation(*args, **kwargs)
-        if operation in GRADIENTS:  # with respect to this parameter: an edge of the graph names it as well
+        if operation in GRADIENTS:  # with respect to this parameter: a graph edge can stand for it
             with plainly():
                 args, kwargs = tree_map_only(HiddenParameter, torch.autograd.graph.get_gradient_edge, (args, kwargs))
             return operation(*args, **kwargs)
         if operation in CONVERSIONS:
             with plainly():
                 result = operation(*args, **kwargs)
-            if result is args[0]:  # it is there, and of that type, already
+            if result is args[0]:  # it already has that device and dtype
                 return result
         return run_out_of_turn(operation, args, kwargs)
 
@@ -131,7 +132,7 @@ class HiddenParameter(HeldParameter):
 
 
 class Shard(nn.Parameter):
-    """A range of `unit`'s master, which the optimizer updates. Within step() it is a plain Parameter."""
+    """A range of `unit`'s master, which the optimizer updates. Inside step() it is a plain Parameter."""
 
     @classmethod
     def __torch_function__(cls, operation, types, args=(), kwargs=None):
@@ -146,7 +147,7 @@ class Shard(nn.Parameter):
 
     @property
     def grad(self):
-        """None, or raises: the mean may be on the wire, and is a shard."""
+        """None, or raises: the mean may be in flight, and is only a shard."""
         self._refuse_gradient()
         return grad_of(self)
 
@@ -169,7 +170,7 @@ class Shard(nn.Parameter):
 
 
 def run_out_of_turn(operation, args: tuple, kwargs: dict):
-    from zero_mini.binding.out_of_turn import run  # which imports this module
+    from zero_mini.binding.out_of_turn import run  # not at the top: it imports this module
 
     return run(operation, args, kwargs)
 
@@ -180,7 +181,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def name_of(operation) -> str:
-    """How messages call an operation of torch."""
+    """The name of a torch operation in error messages."""
     name = getattr(operation, "__name__", str(operation))
     if name in ("__get__", "__set__"):
         return getattr(getattr(operation, "__self__", None), "__name__", name)
@@ -188,11 +189,11 @@ def name_of(operation) -> str:
 
 
 def existing(owner: object, names: str) -> set:
-    """Those attributes of `owner` that this release of torch has."""
+    """The attributes of `owner` with these names, as far as this release of torch has them."""
     return {getattr(owner, name) for name in names.split() if hasattr(owner, name)}
 
 
-# What needs no values, or none of this parameter.
+# Operations that need no values, or none of this parameter.
 METADATA = (
     {
         attribute.__get__

@@ -1,12 +1,12 @@
 """What the optimizer sees in place of parameters: its pieces, which are ranges of this rank's masters.
 
-    a param group of a unit   one piece, on N ranks 1/N of it
-    unused in a step          a parameter that no rank used, while others of its piece were, gets a piece of its
-                              own: the optimizer leaves it alone as it leaves a gradient that is None, no step counted
+    a param group of a unit   one piece: the part of the group in this rank's slice, 1/N of the unit
+    unused in a step          a parameter that no rank used, in a piece with used ones, gets a piece of its own: the
+                              optimizer skips it and counts no step for it, as torch does when a gradient is None
     unfrozen                  parameters that were frozen at zeroify() get pieces at requires_grad_(True)
 
-States move with the elements. Outside `optimizer.step()` and `updating` a piece is closed (`Shard`, in parameter.py): a
-range of a rank's slice is no parameter.
+States move with the elements. Outside `optimizer.step()` and `updating` a piece is a `Shard` (parameter.py), and
+operations on it raise: a range of a rank's slice is not a parameter.
 """
 
 import contextlib
@@ -60,15 +60,15 @@ def set_apart(zero, unit: Unit, indices: set[int]) -> None:
                 is_range = is_elementwise(value, old_piece)
                 zero.optimizer.state[piece][key] = value[part] if is_range else copy.deepcopy(value)
             unit.pieces.append((group, piece))
-        kept = {id(piece) for _, piece in unit.pieces}
+        piece_ids = {id(piece) for _, piece in unit.pieces}
         for _, (_, old_piece) in before:
-            if id(old_piece) not in kept:
+            if id(old_piece) not in piece_ids:
                 zero.optimizer.state.pop(old_piece, None)
     point_optimizer_to_pieces(zero)
 
 
 def set_apart_what_differs(zero, unit: Unit, numbers: list) -> None:
-    """Parameters of one run whose optimizer states have other numbers, a step say, get pieces of their own."""
+    """Parameters of one run whose optimizer states have different numbers, such as steps, get pieces of their own."""
     differ = set()
     for run in unit.runs[unit.P]:
         members = range(run.first, run.after)
@@ -79,7 +79,7 @@ def set_apart_what_differs(zero, unit: Unit, numbers: list) -> None:
 
 
 def unfreeze(zero, param: HeldParameter) -> None:
-    """The frozen unit of this parameter becomes a trainable one. RuntimeError if the optimizer was not given it."""
+    """The frozen unit of this parameter becomes a trainable one. RuntimeError if it is in no param group."""
     unit = param.unit
     if not unit.is_grouped:
         raise RuntimeError(
@@ -106,9 +106,9 @@ def set_open(zero, is_open: bool) -> None:
 
 @contextlib.contextmanager
 def updating(zero) -> Iterator[None]:
-    """Within, the optimizer's parameters may be changed outside step(), as schedule-free's eval() does.
+    """Inside the block, the optimizer's parameters may be changed outside step(), as schedule-free's eval() does.
 
-    At the end the model follows. Collective. `optimizer.eval()` and `optimizer.train()` do so by themselves.
+    At the end the model gets the new values. Collective. `optimizer.eval()` and `optimizer.train()` use it themselves.
     """
     zero.check_step()
     recording, zero.comm.ledger.recording = zero.comm.ledger.recording, False
@@ -131,7 +131,7 @@ def updating(zero) -> Iterator[None]:
 
 
 def is_elementwise(value: object, piece: torch.Tensor) -> bool:
-    """Does the optimizer keep a number for each element, as a momentum, or one for all, as a step?
+    """Is it a number for each element, as a momentum, and not one for all elements, as a step?
 
     >>> is_elementwise(torch.zeros(3), torch.ones(3)), is_elementwise(torch.tensor(1.0), torch.ones(3))
     (True, False)

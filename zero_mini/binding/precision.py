@@ -1,15 +1,15 @@
-"""Mixed precision: what a model computes in, over what its optimizer keeps.
+"""Mixed precision: a model computes in one dtype, and its optimizer keeps another.
 
 Source: arXiv 1910.02054, section 3.1; mixed-precision training, arXiv 1710.03740.
 
 The units do the work: `master` is what the optimizer updates (fp32), `full` the cast that the model
-computes with (bf16 or fp16), gradients are reduced as they come (so too) and added up in the master's
-precision. In fp16 the loss is scaled as well: update/loss_scale.py. What is left for this file is the
-model's border: inputs in the master's dtype are cast on the way in, outputs on the way out, so that
-a loss outside the model is computed in fp32 (one inside has to cast for itself, as trainer/gpt.py does).
+computes with (bf16 or fp16); gradients are reduced in the model's dtype and added up in the master's
+precision. In fp16 the loss is scaled as well: update/loss_scale.py. This file casts at the model's
+border: inputs in the master's dtype on the way in, outputs on the way out, so that a loss outside
+the model is computed in fp32 (a loss inside must be cast by the model, as trainer/gpt.py does).
 Buffers stay as they are.
 
-Left out: which operations are safe in 16 bits, as autocast knows; a model has to cast for itself where one is not.
+Left out: a list of operations that are safe in 16 bits, as autocast has it; the model itself must cast for others.
 """
 
 import copy
@@ -22,7 +22,7 @@ import torch
 def cast(tree, source: torch.dtype, target: torch.dtype):
     """The same tree with each tensor of dtype `source` as `target`; token ids stay as they are.
 
-    A tree is nested tuples, lists, dicts (anything that maps and can be written to) and dataclasses.
+    A tree is nested tuples, lists, dicts (any MutableMapping) and dataclasses.
 
     >>> cast({"x": [torch.zeros(1)], "tokens": torch.tensor(3)}, torch.float32, torch.bfloat16)
     {'x': [tensor([0.], dtype=torch.bfloat16)], 'tokens': tensor(3)}
@@ -34,7 +34,7 @@ def cast(tree, source: torch.dtype, target: torch.dtype):
     if isinstance(tree, (tuple, list)):
         return type(tree)(cast(value, source, target) for value in tree)
     if isinstance(tree, MutableMapping):
-        copied = copy.copy(tree)  # which a defaultdict, say, cannot be made from its items
+        copied = copy.copy(tree)  # a defaultdict, for example, cannot be made from its items
         for key, value in tree.items():
             copied[key] = cast(value, source, target)
         return copied

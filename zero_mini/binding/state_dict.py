@@ -3,9 +3,9 @@
     zero.state_dict()    model, optimizer, param groups and loss scale
     model.state_dict()   the model alone, as for any model: hooks show whole values while it runs
 
-All of these are collective, and every rank holds all that is shown: to save, call it on every rank and write on one.
-What `model.state_dict()` returns is a snapshot (stage 0 in fp32 alone returns the live values, as torch does): to
-change parameters, use `load_state_dict` or `full_params`.
+Both are collective, and every rank gets the whole state: to save, call it on every rank and write on one.
+`model.state_dict()` returns a snapshot (only stage 0 in fp32 returns the live values, as torch does): to change
+parameters, use `load_state_dict` or `full_params`.
 
 Left out: sharded checkpoints, which never need the whole (checkpoint/sharded.py).
 """
@@ -34,14 +34,14 @@ def whole_state(zero) -> dict:
     model = {name: value.detach().cpu().clone() for name, value in zero.model.state_dict().items()}
     states: dict[str, dict] = {}
     for unit in zero.trainable:
-        mine: dict[int, dict] = {}  # parameter -> key -> number, or None where the key holds a value for each element
+        numbers: dict[int, dict] = {}  # parameter -> key -> number, or None if there is a value for each element
         for run, (_, piece) in zip(unit.runs[unit.master.numel()], unit.pieces):
             for index in range(run.first, run.after):
-                mine[index] = {
+                numbers[index] = {
                     key: None if is_elementwise(value, piece) else on_cpu(value)
                     for key, value in zero.optimizer.state.get(piece, {}).items()
                 }
-        keys = {index: entry for ranks in zero.comm.host.gather(mine) for index, entry in ranks.items() if entry}
+        keys = {index: entry for ranks in zero.comm.host.gather(numbers) for index, entry in ranks.items() if entry}
         entries = [dict(keys.get(index, {})) for index in range(len(unit.names))]
         with zero.update.in_memory(unit):
             for key in dict.fromkeys(key for entry in entries for key, value in entry.items() if value is None):
@@ -58,9 +58,9 @@ def whole_state(zero) -> dict:
 
 @torch.no_grad()
 def load_state_dict(zero, state: dict) -> None:
-    """Take over what `state_dict()` returned, at any stage and on any number of ranks.
+    """Load what `state_dict()` returned, at any stage and on any number of ranks.
 
-    ValueError if it is of another model, or of other param groups.
+    ValueError if it is from another model, or has other param groups.
     """
     missing = [name for unit in zero.trainable for name in unit.names if name not in state["optimizer"]]
     if state["optimizer"] and missing:
@@ -83,18 +83,18 @@ def settings(zero) -> dict:
 
 
 def load_settings(zero, settings: dict) -> None:
-    """Take over what `settings()` returned, for as many param groups."""
+    """Load what `settings()` returned; the number of param groups must be the same."""
     for group, options in zip(zero.optimizer.param_groups, settings["groups"]):
         group.update(copy.deepcopy(options))
-    if zero.factor.scaler is not None and settings.get("scaler"):  # what was saved in bf16 has none
+    if zero.factor.scaler is not None and settings.get("scaler"):  # a state saved in bf16 has none
         zero.factor.scaler.load_state_dict(settings["scaler"])
 
 
 def load_optimizer_states(zero, states: dict[str, dict]) -> None:
-    """name -> key -> tensor or number, whole -> the states of this rank's pieces."""
+    """Whole states (name -> key -> tensor or number) -> the states of this rank's pieces."""
     zero.update.forget_states()
     shapes = {name: shape for unit in zero.trainable for name, shape in zip(unit.names, unit.shapes)}
-    # One parameter does not tell: where it is 0-dim, a momentum looks like a step.
+    # Look at all parameters: in a 0-dim one, a momentum has the shape of a step.
     one_for_all = {
         key
         for name, shape in shapes.items()
@@ -122,7 +122,7 @@ def load_optimizer_states(zero, states: dict[str, dict]) -> None:
 
 
 def placed(zero, value: object, group: int, piece: torch.Tensor) -> object:
-    """A number of the optimizer's, such as Adam's step, where that group keeps it."""
+    """A number of the optimizer, such as Adam's step, on the device where that group keeps it."""
     options = zero.optimizer.param_groups[group]
     on_device = options.get("fused") or options.get("capturable")
     if isinstance(value, torch.Tensor):
@@ -143,7 +143,7 @@ def hook_state_dicts(zero) -> None:
         module.register_state_dict_pre_hook(partial(enter_call, zero))
         module.register_state_dict_post_hook(
             partial(leave_call, zero)
-        )  # torch marks its hooks: a partial of its own for each
+        )  # torch sets attributes of a hook: a separate partial for each
         module.register_load_state_dict_pre_hook(partial(enter_load, zero))
         module.register_load_state_dict_post_hook(partial(leave_call, zero))
 
@@ -158,14 +158,14 @@ def refuse_step_inside(zero) -> None:
 
 
 def close_broken_calls(zero) -> None:
-    """Nothing runs inside a state_dict() call: one that is still open was ended by an exception."""
+    """Nothing else runs during a state_dict() call: one that is still open has ended with an exception."""
     while zero.open_calls:
         zero.open_calls.pop().__exit__(None, None, None)
 
 
 def enter_call(zero, module: nn.Module, *_, write: bool = False) -> None:
-    held = {id(param) for param in module.parameters()}
-    units = [unit for unit in zero.units if any(id(param) in held for param in unit.params)]
+    param_ids = {id(param) for param in module.parameters()}
+    units = [unit for unit in zero.units if any(id(param) in param_ids for param in unit.params)]
     is_collective = write or any(unit.master.numel() < unit.P for unit in units)
     zero.open_calls.append(contextlib.ExitStack())
     if not zero.showing_whole:

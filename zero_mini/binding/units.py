@@ -1,11 +1,11 @@
-"""Which parameters travel together: a unit for each repeated block, and one for the rest, the root.
+"""Which parameters form a unit: one unit for each repeated block, and one, the root, for the rest.
 
-A unit is large enough for the wire to be busy and small enough for two of them to be little beside
-the model: in a transformer that is one block. What belongs to no block (embeddings, last norm,
-head), or to two of them, is the root's; its turn lasts as long as the whole model's.
+A unit should be large enough to use the wire's bandwidth, and two units should be small compared to
+the model: in a transformer a unit is one block. Parameters of no block (embeddings, last norm, head),
+or of two blocks, belong to the root; its turn lasts as long as the whole model's.
 
-Blocks of less than about 2^25 parameters keep a GPU busy for less time than the host needs to launch what
-belongs to a unit: `merge_blocks` makes units of several of them.
+A block of less than about 2^25 parameters keeps a GPU busy for less time than the host needs to launch the
+work of a unit: `merge_blocks` makes one unit of several blocks.
 
 Left out: splitting a block that is very large.
 """
@@ -18,28 +18,28 @@ from zero_mini.flat import Unit
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated blocks: the children of the outermost ModuleLists and Sequentials, of those that are called.
+    """The repeated blocks: children of the outermost ModuleLists and Sequentials, with a forward of their own.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     >>> [name for name, _ in find_blocks(model)]
     ['0', '2']
     """
-    found: list[tuple[str, nn.Module]] = []
+    blocks: list[tuple[str, nn.Module]] = []
 
     def look(module: nn.Module, prefix: str, in_list: bool) -> None:
         in_list = in_list or isinstance(module, (nn.ModuleList, nn.Sequential))
         for name, child in module.named_children():
             if not in_list or not is_called(child):
                 look(child, f"{prefix}{name}.", in_list)
-            elif any(True for _ in child.parameters()) and all(child is not block for _, block in found):
-                found.append((prefix + name, child))
+            elif any(True for _ in child.parameters()) and all(child is not block for _, block in blocks):
+                blocks.append((prefix + name, child))
 
     look(model, "", in_list=False)
-    return found
+    return blocks
 
 
 def is_called(module: nn.Module) -> bool:
-    """Has it a forward of its own? A ModuleList or ModuleDict has none: its children are called.
+    """Does the module have its own forward? A ModuleList or ModuleDict has none: its children are called.
 
     >>> is_called(nn.Linear(2, 2)), is_called(nn.ModuleDict())
     (True, False)
@@ -66,7 +66,7 @@ def merge_blocks(model: nn.Module, least_numel: int) -> list[list[nn.Module]]:
 
 
 def make_units(model: nn.Module, blocks: list[tuple[str, Sequence[nn.Module]]], group_of: dict, rank, world_size):
-    """The root's unit first, then one for each entry of `blocks`, in order; frozen parameters apart.
+    """The root's unit first, then one for each entry of `blocks`, in order; separate units for frozen parameters.
 
     `group_of` maps id(parameter) to its param group; a frozen parameter need not be in it. A
     parameter that two blocks share, or a block and the root, belongs to the root, once.
@@ -79,17 +79,17 @@ def make_units(model: nn.Module, blocks: list[tuple[str, Sequence[nn.Module]]], 
             owner[id(param)] = home if owner.get(id(param), home) is home else model
     units = []
     for name, block in [("root", [model]), *((name, block) for name, block in blocks if block[0] is not model)]:
-        mine = [(n, p) for n, p in model.named_parameters() if owner[id(p)] is block[0]]
+        entries = [(n, p) for n, p in model.named_parameters() if owner[id(p)] is block[0]]
         kinds = {"": (True, True), " (frozen)": (False, True), " (frozen, ungrouped)": (False, False)}
         for kind, (trainable, grouped) in kinds.items():
-            chosen = [
+            selection = [
                 (group_of.get(id(p), 0), n, p)
-                for n, p in mine
+                for n, p in entries
                 if (p.requires_grad, id(p) in group_of) == (trainable, grouped)
             ]
-            if chosen:
-                groups, names, params = zip(*sorted(chosen, key=lambda entry: entry[0]))
+            if selection:
+                groups, names, params = zip(*sorted(selection, key=lambda entry: entry[0]))
                 shape = list(names), list(params), list(groups), rank, world_size
-                middle = chosen[len(chosen) // 2][2]
+                middle = selection[len(selection) // 2][2]
                 units.append(Unit(f"{name}{kind}", tuple(block), *shape, block[0] is model, grouped, middle))
     return units

@@ -1,15 +1,14 @@
-"""Mistakes that only show while training: each is found before it can change a number, and told with its remedy.
+"""Mistakes that only show while training: each raises before it can change a number, and names its remedy.
 
-    a gradient was never sent, for want of a backward
+    a gradient was never sent, because no backward ran
       outside no_sync()                                    at the step                      check_reduced
-    a parameter was written to where its master does not
-      follow                                               at the step, and after a gather  check_untouched
-    a module or parameter was put in another's place       at the step                      Layout.check
+    a write to a parameter does not reach its master       at the step, and after a gather  check_untouched
+    a module or parameter was replaced by another          at the step                      Layout.check
 
-checks.py refuses what shows before training. A parameter refuses what is wrong at any time (parameter.py), and stage 3
-what its slots would make of it (zero3.py).
+Other files find other mistakes: checks.py before training, parameter.py at any operation on a parameter, zero3.py those
+that come from its slots.
 
-Left out: writes that torch does not count, those through a NumPy array say.
+Left out: writes that torch does not count, for example through a NumPy array.
 """
 
 import operator
@@ -26,7 +25,7 @@ version_of = torch.Tensor._version.__get__
 
 
 def check_reduced(unit: Unit) -> None:
-    """A step, before which all that backward has brought was reduced. RuntimeError."""
+    """At the step: all gradients of the unit were reduced. RuntimeError if not."""
     if unit.local_grad is not None:
         raise RuntimeError(
             f"step: gradients of {unit.name} were accumulated under no_sync() and never reduced; "
@@ -40,7 +39,7 @@ def note_versions(unit: Unit) -> None:
 
 
 def check_untouched(unit: Unit) -> bool:
-    """Has the user written to its parameters, so that the master follows? RuntimeError if it does not follow."""
+    """Has the user written to the unit's parameters? RuntimeError if a write does not reach the master."""
     versions = versions_of(unit)
     if versions == unit.versions:
         return False
@@ -69,7 +68,7 @@ class Layout:
         return chain.from_iterable(map(dict.values, self.tables))
 
     def check(self) -> None:
-        """RuntimeError if a parameter has come since that no unit has. (One that has gone is like an unused one.)"""
+        """RuntimeError if the model has a parameter that no unit has. (A removed parameter counts as unused.)"""
         is_as_it_was = sum(map(len, self.tables)) == len(self.entries) and all(
             map(operator.is_, self.now(), self.entries)
         )

@@ -1,4 +1,4 @@
-"""Who updates the parameters, where, and by what their gradients are multiplied.
+"""What updates the parameters, on which device, and the factor that multiplies gradients.
 
 clip.py  loss_scale.py   the factor of a clip, and that of fp16's loss scale
 one_pass.py              fused AdamW that reads 16-bit gradients and writes parameters in one pass

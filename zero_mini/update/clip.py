@@ -3,8 +3,8 @@
     total = (sum over ranks r of partial_r^p)^(1/p)      p-norm, from the norms of slices alone
     g <- g min(1, max_norm / (total + 1e-6))             as torch.nn.utils.clip_grad_norm_ does it
 
-The norm of a whole is found from the norms of its parts in any division, so ranks need to tell each other one
-number each. All stages divide alike, into N slices of every unit, so that the total is the same float at each.
+The norm of a vector follows from the norms of its parts, however it is divided, so each rank sends one number. All
+stages divide every unit into the same N slices, so that the total is the same float at every stage.
 
 Left out: clipping by value; `zero.full_params(grads=True)` shows gradients for that.
 """
@@ -35,7 +35,7 @@ def clip_grad_norm_(zero, max_norm: float, norm_type: float = 2.0) -> torch.Tens
 
 
 def slice_norm(zero, rank: int, norm_type: float) -> torch.Tensor:
-    """The norm (0-dim) of that rank's slices of the gradient, as far as they are here."""
+    """The norm (0-dim) of the gradient slices of rank `rank`, as far as this rank has them."""
     slices = []
     for unit in zero.trainable:
         if unit.mean_grad is not None:

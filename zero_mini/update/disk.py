@@ -1,10 +1,10 @@
-"""Offload to a folder: master copy and optimizer states wait in files, and come into memory for their update.
+"""Offload to a folder: master copy and optimizer states are in files, and in memory only for their update.
 
 Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3 (the offload engine: states on NVMe, in a bounded buffer).
 
     bytes a parameter   in files    24/N   = 2 (4 + 8): each unit has two generations
-                        in memory    2/N   gradients, and 12 bytes for the parameters of three units: one comes in,
-                                           one is updated, one goes out
+                        in memory    2/N   gradients, and 12 bytes for the parameters of three units: one is read,
+                                           one is updated, one is written
 
     time -->   step
     read       u2  u1  u0
@@ -12,17 +12,17 @@ Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3 (the offload engine: states
     write              u2  u1  u0  commit
 
 The optimizer keeps its objects; between their turns, masters and states are NaN without memory. A step writes the
-generation that is not in use, and takes it into use when all ranks have written all of it. So a disk that is full, or
-gone, costs no state: every rank raises, has the states and parameters of before the step still, and its gradients.
+generation that is not in use; when all ranks have written all of it, they switch to it. So a full or missing disk
+loses no state: every rank raises, and still has its gradients and the states and parameters from before the step.
 
-Files are read and written, not mapped: a mapped page that cannot be had ends the process without a word.
+Files are read and written, not mapped: if a mapped page cannot be read, the process dies without a message.
 
-    FOLDER/states-of-rank-0/README.txt    whose they are
-                           /lock          held while the job lives: two jobs cannot share a folder
+    FOLDER/states-of-rank-0/README.txt    which job wrote them
+                           /lock          locked while the job runs: two jobs cannot share a folder
                            /12.0, /12.1   the generations of unit 12: its master slice, then its states
 
-The files are scratch, not a checkpoint: they go when the handle goes, or the job ends. What a killed job left behind
-is removed by the next one that uses the folder.
+The files are temporary, not a checkpoint: they are deleted with the handle, or when the job ends. The next job that
+uses the folder deletes the files of a killed job.
 
 Left out: gradients and 16-bit parameters on disk; O_DIRECT (the operating system caches as it likes).
 """
@@ -51,18 +51,18 @@ from zero_mini.update.offload import Offload
 
 
 class StateFiles:
-    """One rank's files in a folder. OSError if they cannot be had; BlockingIOError if another job has them."""
+    """One rank's files in a folder. OSError if they cannot be used; BlockingIOError if another job uses them."""
 
     def __init__(self, folder: Path, rank: int, about: str) -> None:
         self.path = folder / f"states-of-rank-{rank}"
         try:
             self.lock = self.take_lock()
         except BlockingIOError:
-            gc.collect()  # models with hooks are cycles: an earlier handle of this process may be dead already
+            gc.collect()  # a model with hooks is a reference cycle: an unused handle of this process may hold the lock
             self.lock = self.take_lock()
-        for left_behind in self.path.iterdir():
-            if left_behind.name != "lock":
-                left_behind.unlink()
+        for path in self.path.iterdir():
+            if path.name != "lock":
+                path.unlink()
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         (self.path / "README.txt").write_text(
             f"Optimizer states of a job that is running: {about}, process {os.getpid()}, since {started}.\n"
@@ -71,40 +71,40 @@ class StateFiles:
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def take_lock(self) -> TextIOWrapper:
-        """Held for as long as the file is open."""
+        """The lock is held as long as the file is open."""
         self.path.mkdir(exist_ok=True)
         lock = open(self.path / "lock", "w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return lock
 
     def write(self, name: str, tensors: list[Tensor]) -> None:
-        """Their bytes, one after the other."""
+        """Write the bytes of the tensors, one after the other."""
         file = os.open(self.path / name, os.O_WRONLY | os.O_CREAT)
         try:
             for tensor in tensors:
-                left = memoryview(tensor.view(-1).view(torch.uint8).numpy())
-                while left:
-                    left = left[os.write(file, left) :]
+                data = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+                while data:
+                    data = data[os.write(file, data) :]
         finally:
             os.close(file)
 
     def read(self, name: str, tensors: list[Tensor]) -> list[Tensor]:
-        """The same, into tensors of the same shapes and dtypes; returns them."""
+        """Read into tensors of the same shapes and dtypes as were written; returns them."""
         file = os.open(self.path / name, os.O_RDONLY)
         try:
             for tensor in tensors:
-                left = memoryview(tensor.view(-1).view(torch.uint8).numpy())
-                while left:
-                    count = os.readv(file, [left])
+                data = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+                while data:
+                    count = os.readv(file, [data])
                     if count == 0:
                         raise OSError(f"{name} is shorter than it was")
-                    left = left[count:]
+                    data = data[count:]
         finally:
             os.close(file)
         return tensors
 
     def nbytes(self) -> int:
-        """Of all generations."""
+        """Bytes of all generations."""
         return sum(file.stat().st_size for file in self.path.glob("*.[01]"))
 
 
@@ -115,13 +115,13 @@ class OnDisk(Offload):
 
     def __init__(self, zero, folder: Path) -> None:
         super().__init__(zero)
-        self.folder, self.reason = folder, None  # why this rank cannot use it
+        self.folder, self.reason = folder, None  # reason: why this rank cannot use it
         self.generation = dict.fromkeys(zero.units, 0)  # the one in use
         self.number = {unit: number for number, unit in enumerate(zero.units)}
         # After the master, a unit's file holds these: (number of the piece, key of its state, dtype).
         self.layout: dict[Unit, list[tuple[int, str, torch.dtype]]] = {unit: [] for unit in zero.units}
         is_adam = known_class(zero.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-        values = 3 if is_adam else 1  # others: the master at least
+        values = 3 if is_adam else 1  # master and two states; others: at least the master
         needed = 2 * sum(unit.S * unit.params[0].element_size() * values for unit in zero.units)
         about = f"rank {zero.rank} of {zero.world_size}, a {type(zero.model).__name__} of {len(zero.units)} units"
         try:
@@ -141,13 +141,13 @@ class OnDisk(Offload):
         self.refuse_together()
 
     def refuse_together(self) -> None:
-        """ValueError on every rank if one has a reason, so that no rank waits for one that has left."""
+        """ValueError on every rank if one has a reason, so that no rank waits for one that has stopped."""
         for rank, reason in enumerate(self.zero.comm.host.gather(self.reason)):
             if reason is not None:
                 raise ValueError(f"offload: rank {rank}: {reason}")
 
     def adopt(self, unit: Unit) -> None:
-        """As offload does; then the master goes to its file."""
+        """As Offload does; then write the master to its file."""
         super().adopt(unit)
         try:
             self.files.write(f"{self.number[unit]}.0", [unit.master])
@@ -155,21 +155,21 @@ class OnDisk(Offload):
             self.reason = self.reason or f"{self.folder}: {error.strerror or error}"
         self.set_aside(unit)
 
-    # --- a unit comes and goes ---------------------------------------------------------------
+    # --- reading and writing a unit ----------------------------------------------------------
 
     def read(self, unit: Unit) -> list[Tensor]:
-        """Its master and states, in new memory."""
+        """Read the unit's master and states into new memory."""
         tensors = [torch.empty(unit.S, dtype=self.zero.master_dtype)]
         for number, _, dtype in self.layout[unit]:
             tensors.append(torch.empty(unit.pieces[number][1].shape, dtype=dtype))
         return self.files.read(f"{self.number[unit]}.{self.generation[unit]}", tensors)
 
     def write(self, unit: Unit, tensors: list[Tensor]) -> None:
-        """Into the generation that is not in use."""
+        """Write them to the generation that is not in use."""
         self.files.write(f"{self.number[unit]}.{1 - self.generation[unit]}", tensors)
 
     def install(self, unit: Unit, tensors: list[Tensor]) -> None:
-        """They are what the optimizer sees."""
+        """Make these tensors the master and states that the optimizer sees."""
         unit.master, *states = tensors
         with plainly():
             for (_, piece), (_, view) in zip(unit.pieces, unit.by_group(unit.master)):
@@ -178,7 +178,7 @@ class OnDisk(Offload):
             self.zero.optimizer.state[unit.pieces[number][1]][key] = value
 
     def collect(self, unit: Unit) -> list[Tensor]:
-        """What the optimizer has made of them."""
+        """The unit's master and states, in the order of the file, which `layout` records."""
         tensors, layout = [unit.master], []
         for number, (_, piece) in enumerate(unit.pieces):
             for key, value in self.zero.optimizer.state.get(piece, {}).items():
@@ -189,16 +189,16 @@ class OnDisk(Offload):
         return tensors
 
     def set_aside(self, unit: Unit) -> None:
-        """Out of turn: the right shapes, no memory."""
-        nothing = torch.full((), float("nan"), dtype=self.zero.master_dtype)
-        self.install(unit, [nothing.expand(unit.S)])
+        """Outside the unit's turn: NaN in the right shapes, no memory."""
+        nan = torch.full((), float("nan"), dtype=self.zero.master_dtype)
+        self.install(unit, [nan.expand(unit.S)])
         for number, key, dtype in self.layout[unit]:
             piece = unit.pieces[number][1]
-            self.zero.optimizer.state[piece][key] = nothing.to(dtype).expand(piece.shape)
+            self.zero.optimizer.state[piece][key] = nan.to(dtype).expand(piece.shape)
 
     @contextlib.contextmanager
     def in_memory(self, unit: Unit, write: bool = False) -> Iterator[None]:
-        """Within, the unit's master and states can be read, and with `write` changed."""
+        """Inside the block, the unit's master and states can be read, and with `write` changed."""
         try:
             self.install(unit, self.read(unit))
             yield
@@ -213,26 +213,26 @@ class OnDisk(Offload):
     # --- the moments -------------------------------------------------------------------------
 
     def update_all(self, units: list[Unit]) -> None:
-        """Reads run a unit ahead, writes one behind. If one fails: RuntimeError on every rank, and nothing changed."""
+        """Reads run a unit ahead, writes one behind. If one fails: RuntimeError on every rank, and no state changes."""
         updated: list[Unit] = []
         before = {unit: (self.layout[unit], [self.numbers_of(piece) for _, piece in unit.pieces]) for unit in units}
-        coming: Future | None = self.threads.submit(self.read, units[0]) if units else None
-        going: Future | None = None
+        next_read: Future | None = self.threads.submit(self.read, units[0]) if units else None
+        last_write: Future | None = None
         reason = None
         try:
             for unit, following in zip(units, [*units[1:], None]):
-                self.install(unit, coming.result())
-                coming = self.threads.submit(self.read, following) if following else None
+                self.install(unit, next_read.result())
+                next_read = self.threads.submit(self.read, following) if following else None
                 updated.append(unit)
                 self.update(unit)
                 tensors = self.collect(unit)
                 self.set_aside(unit)
-                if going is not None:
-                    going.result()
-                going = self.threads.submit(self.write, unit, tensors)
+                if last_write is not None:
+                    last_write.result()
+                last_write = self.threads.submit(self.write, unit, tensors)
                 del tensors
-            if going is not None:
-                going.result()
+            if last_write is not None:
+                last_write.result()
         except OSError as error:
             reason = f"{self.folder}: {error.strerror or error}"
         failed = {rank: why for rank, why in enumerate(self.zero.comm.host.gather(reason)) if why is not None}
@@ -240,7 +240,7 @@ class OnDisk(Offload):
             for unit in units:
                 self.generation[unit] = 1 - self.generation[unit]
             return
-        for future in (coming, going):
+        for future in (next_read, last_write):
             if future is not None:
                 future.exception()
         restored = self.go_back({unit: before[unit] for unit in updated})
@@ -255,16 +255,16 @@ class OnDisk(Offload):
         )
 
     def numbers_of(self, piece: Tensor) -> dict:
-        """Copies of those of its states that are no tensor of its shape, which stay in memory: a step, say."""
+        """Copies of the piece's states that are not tensors of its shape, such as a step: they stay in memory."""
         state = self.zero.optimizer.state.get(piece, {})
         return {key: copy.deepcopy(value) for key, value in state.items() if not is_elementwise(value, piece)}
 
     def go_back(self, before: dict[Unit, tuple]) -> bool:
-        """The generation in use is that of the step before: show it to optimizer and model. False if it is gone."""
+        """Restore optimizer and model from the generation in use, that of the step before. False if that fails."""
         for unit, (layout, numbers) in before.items():
             self.layout[unit] = layout
-            for (_, piece), kept in zip(unit.pieces, numbers):
-                self.zero.optimizer.state[piece] = kept
+            for (_, piece), state in zip(unit.pieces, numbers):
+                self.zero.optimizer.state[piece] = state
                 piece.grad = None
             self.set_aside(unit)
         try:
@@ -277,15 +277,15 @@ class OnDisk(Offload):
         return True
 
     def replace(self, unit: Unit, values: Tensor) -> None:
-        """In the file."""
+        """And write them to the file."""
         with self.in_memory(unit, write=True):
             super().replace(unit, values)
 
     def forget_states(self) -> None:
-        """What was there before is not read again."""
+        """The states in the files are not read again."""
         self.layout = {unit: [] for unit in self.zero.units}
         super().forget_states()
 
     def bytes_on_disk(self) -> int:
-        """Of both generations."""
+        """Bytes of both generations."""
         return self.files.nbytes()

@@ -23,5 +23,5 @@ class Factor:
     stepped: bool = True  # the last step was not skipped
 
     def forget(self) -> None:
-        """Gradients are multiplied, or gone."""
+        """Gradients have been multiplied, or dropped."""
         self.value, self.clipped = None, False

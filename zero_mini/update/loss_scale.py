@@ -1,21 +1,21 @@
-"""fp16: the loss is multiplied by a scale, so that small gradients do not become zero; the scale finds its own value.
+"""fp16: the loss is multiplied by a scale, so that small gradients do not become zero; the scale adjusts itself.
 
     smallest number > 0     fp16  6e-8      a gradient of 1e-8 is zero, and the parameter never moves
     largest                 fp16  65504     a gradient of 1e5 is inf, and the update would destroy the model
     bf16 and fp32           1e-38 to 3e38   no scale needed
 
-    zero.scale(loss).backward()   gradients come out times the scale, at every rank the same one
-    did any of them overflow?     one answer for all ranks: an inf that only one rank's slice shows counts for all
+    zero.scale(loss).backward()   gradients are multiplied by the scale, the same one on every rank
+    did any of them overflow?     one answer for all ranks: an inf in one rank's slice counts for all
       no    divided by the scale, clipped, used; after `growth_interval` such steps in a row the scale grows
       yes   the step is skipped on every rank, and the scale backs off
 
-A scale is a power of two, so multiplying by it and dividing again changes no bit of what did not overflow. To skip,
-the host must know: this is the one place where it waits for the device in a step, and only fp16 does.
+A scale is a power of two, so multiplying by it and dividing again changes no bit of what did not overflow. The host
+must know whether to skip: this is the only place where it waits for the device in a step, and only in fp16.
 
 Source: mixed-precision training, arXiv 1710.03740, section 3.2. The decisions are those of torch.amp.GradScaler,
-which cannot be used itself: it looks at one rank's gradients.
+which cannot be used itself: it looks only at one rank's gradients.
 
-Left out: a scale of its own for each layer; the scale as a tensor, for steps that the host does not wait for.
+Left out: a separate scale for each layer; the scale as a tensor, for steps in which the host does not wait.
 """
 
 from dataclasses import asdict, dataclass
@@ -29,7 +29,7 @@ LARGEST_SCALE = torch.finfo(torch.float32).max  # the scaled loss is an fp32 num
 
 @dataclass
 class LossScaler:
-    """The scale, and what it has seen. The same on every rank.
+    """The scale, and how many steps overflowed or did not. The same on every rank.
 
     >>> scaler = LossScaler(scale=4.0, growth_interval=2)
     >>> [(scaler.update(overflow), scaler.scale)[1] for overflow in (True, False, False, False, True)]
@@ -46,7 +46,7 @@ class LossScaler:
     skipped: int = 0  # in all
 
     def __post_init__(self):
-        """ValueError for settings with which the scale could not find its way."""
+        """ValueError for settings with which the scale cannot adjust itself."""
         for name, good, wanted in (
             ("scale", 0 < self.scale < LARGEST_SCALE, "> 0 and finite"),
             ("growth_factor", 1 < self.growth_factor < LARGEST_SCALE, "> 1"),
@@ -83,14 +83,14 @@ class LossScaler:
         return asdict(self)
 
     def load_state_dict(self, state: dict) -> None:
-        """Take over what `state_dict()` returned."""
+        """Load what `state_dict()` returned."""
         self.__init__(**state)
 
 
 def scale(zero, loss: torch.Tensor) -> torch.Tensor:
-    """The loss to call backward() on. In fp16 it is multiplied by the scale; otherwise it is the loss itzero.
+    """The loss to call backward() on. In fp16 it is multiplied by the scale; otherwise it is the loss itself.
 
-    RuntimeError between clip_grad_norm_ and the step: gradients that are divided by the scale already cannot be
+    RuntimeError between clip_grad_norm_ and the step: gradients that were already divided by the scale cannot be
     added to others.
     """
     if zero.factor.scaler is None:
@@ -115,7 +115,7 @@ def scaler(zero) -> LossScaler | None:
 
 
 def look_for_overflow(zero) -> None:
-    """All means are here: is any element of any rank's not finite? From now on they are to be unscaled."""
+    """All means have arrived: is any element on any rank not finite? From now on `factor.value` is 1 / scale."""
     if zero.factor.scaler is None or zero.factor.overflow is not None:
         return
     if not zero.factor.scaled and any(unit.mean_grad is not None for unit in zero.trainable):
@@ -128,7 +128,7 @@ def look_for_overflow(zero) -> None:
 
 
 def skip(zero) -> None:
-    """The optimizer finds no gradient, and so does nothing."""
+    """Drop all gradients, so that the optimizer does nothing."""
     for unit in zero.trainable:
         unit.mean_grad = None
         with plainly():
@@ -137,9 +137,9 @@ def skip(zero) -> None:
 
 
 def end_step(zero) -> None:
-    """The step is over: the scale follows from it. RuntimeError, on every rank, after too many overflows."""
+    """After a step: update the scale. RuntimeError, on every rank, after too many overflows."""
     zero.factor.stepped = not zero.factor.overflow
     if zero.factor.scaler is not None:
         zero.factor.scaled, zero.factor.overflow = False, None
-        zero.factor.forget()  # the next step's gradients have a scale of their own
+        zero.factor.forget()  # the next step's gradients may have another scale
         zero.factor.scaler.update(not zero.factor.stepped)

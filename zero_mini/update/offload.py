@@ -8,19 +8,19 @@ Source: ZeRO-Offload, arXiv 2101.06840, sections 3 (which tensors move) and 4 (w
     stage 3              2/N           14/N                  14/N
     over PCIe, a step    2/N down (gradients), 2/N up (parameters): 16 bits each, whatever the optimizer keeps
 
-and gradients of at most three units on the GPU, also at stage 1. At the host, sums of micro-batches take 4/N more.
+and gradients of at most three units on the GPU, also at stage 1. In host memory, sums of micro-batches take 4/N more.
 
-What crosses is the least that can: the cut through the graph of a step at the edges of 2 bytes, which leaves all that
-grows with the tokens on the GPU and all that is done once a step on the CPU (the paper's section 3.3).
+No other split sends less: it cuts the graph of a step only at edges of 2 bytes a parameter. Work that grows with the
+number of tokens stays on the GPU; work that is done once a step is on the CPU (the paper's section 3.3).
 
 unlike on_device.py, at stage 1, 2 or 3:
-  - adopt:          the master goes to the host; stage 3 keeps a 16-bit slice (S) on the GPU, from which gathers start
-  - receive:        a mean goes down, without waiting, while backward goes on; a further micro-batch's is added there
-                    by a thread, while this thread launches the GPU's kernels
-  - wait_for_mean:  it has landed: this alone makes the host wait
-  - step:           one unit after the other: fp32 gradients of this unit, the optimizer's own step, a cast, and up
-  - write_cast:     the cast goes up, while the next unit is updated
-  - settle_cast:    gathers start when it is there
+  - adopt:          moves the master to the host; stage 3 keeps a 16-bit slice (S) on the GPU, the source of gathers
+  - receive:        copies a mean down, without waiting, while backward continues; a thread on the host adds the mean of
+                    a further micro-batch, while this thread launches the GPU's kernels
+  - wait_for_mean:  waits until the mean is in host memory: only here the host waits
+  - step:           one unit after the other: fp32 gradients of this unit, the optimizer's own step, a cast, a copy up
+  - write_cast:     copies the cast up, while the next unit is updated
+  - settle_cast:    gathers start when the cast is on the GPU
 
     time -->   backward                    step                            next forward
     GPU        u2     u1     u0                                            u0 u1 u2
@@ -28,8 +28,8 @@ unlike on_device.py, at stage 1, 2 or 3:
     CPU                                    update u2   update u1  update u0
     up                                                 u2         u1     u0
 
-The arithmetic is that of the stage under it, gradient by gradient: on a CPU the results are the same to the bit. On
-a GPU they are those of torch's CPU optimizer in place of its CUDA one, whose last bits differ.
+The arithmetic is that of the same stage without offload: on a CPU the results are the same to the bit. On a GPU,
+torch's CPU optimizer replaces its CUDA one, and the last bits differ.
 
 Left out: updates that run beside the next forward (the paper's section 5.2, which changes results);
 several NUMA nodes.
@@ -54,23 +54,23 @@ PART = 2**23  # elements that are updated at a time
 class Link:
     """Copies between GPU and host, in order, on a stream of their own. On a CPU they are ordinary copies.
 
-    Memory on the GPU belongs to the stream that computes: what a copy reads there is kept until that stream has been
-    told to wait for it, and only then given back.
+    Memory on the GPU belongs to the stream that computes: the source of a copy down is kept until that stream waits
+    for the copy, and only then freed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.leaving: tuple[Tensor, torch.cuda.Event] | None = None  # what the last copy down reads
-        self.staging: list[Tensor] = []  # two pinned buffers that casts go up from, in turns
-        self.departed: list[torch.cuda.Event] = []  # the last copy from each
+        self.last_source: tuple[Tensor, torch.cuda.Event] | None = None  # the source of the last copy down
+        self.staging: list[Tensor] = []  # two pinned buffers, in turns the source of copies up
+        self.last_copies: list[torch.cuda.Event] = []  # the last copy from each
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory (numel) of the host that copies need not wait for."""
+        """Host memory (numel), pinned on CUDA, so that copies run without waiting."""
         return torch.empty(numel, dtype=dtype, pin_memory=self.stream is not None)
 
     def copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """source -> target, after all that the current stream has been given so far; the event that it is done."""
+        """source -> target, after all work now in the current stream; returns an event for its end."""
         if self.stream is None:
             target.copy_(source)
             return None
@@ -80,36 +80,36 @@ class Link:
         return self.stream.record_event()
 
     def down(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """source, on the GPU -> target, at the host. The caller may forget the source at once."""
+        """source on the GPU -> target on the host. The caller may drop the source at once."""
         event = self.copy(source, target)
         self.let_go()
-        self.leaving = event and (source, event)
+        self.last_source = event and (source, event)
         return event
 
     def let_go(self) -> None:
-        """What the last copy down reads is free for what the current stream computes after it."""
-        if self.leaving is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.leaving[1])
-        self.leaving = None
+        """The current stream waits for the last copy down; after that its source can be reused."""
+        if self.last_source is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.last_source[1])
+        self.last_source = None
 
     def staging_for(self, target: Tensor) -> Tensor:
-        """Pinned memory of the target's size and dtype, from which the last copy up but one has departed."""
+        """Pinned memory of the target's size and dtype, whose last copy up has ended."""
         if self.stream is None:
             return target
         if not self.staging or self.staging[0].numel() < target.numel():
             self.staging = [self.host_buffer(target.numel(), target.dtype) for _ in range(2)]
-            self.departed = [torch.cuda.Event(), torch.cuda.Event()]  # not recorded: nothing to wait for
+            self.last_copies = [torch.cuda.Event(), torch.cuda.Event()]  # not recorded: nothing to wait for
         self.staging.reverse()
-        self.departed.reverse()
-        self.departed[0].synchronize()
+        self.last_copies.reverse()
+        self.last_copies[0].synchronize()
         return self.staging[0][: target.numel()]
 
     def up(self, staged: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """What was written to `staging_for(target)` -> target, on the GPU."""
+        """What was written to `staging_for(target)` -> target on the GPU."""
         if self.stream is None:
             return None
-        self.departed[0] = self.copy(staged, target)
-        return self.departed[0]
+        self.last_copies[0] = self.copy(staged, target)
+        return self.last_copies[0]
 
 
 class Offload(OnDevice):
@@ -118,19 +118,19 @@ class Offload(OnDevice):
     def __init__(self, zero) -> None:
         super().__init__(zero)
         self.link = Link(zero.device)
-        self.resident: dict[Unit, Tensor] = {}  # stage 3: the own slice (S), in the model's dtype, on the GPU
-        self.landing: dict[Unit, Tensor] = {}  # where a mean (S) arrives at the host
+        self.resident: dict[Unit, Tensor] = {}  # stage 3: this rank's slice (S), in the model's dtype, on the GPU
+        self.landing: dict[Unit, Tensor] = {}  # where a mean (S) arrives in host memory
         self.sums: dict[Unit, Tensor] = {}  # of several micro-batches (S), in the master's dtype
-        self.falling: dict[Unit, Callable[[], object]] = {}  # means on their way: what waits for it
-        self.adder = ThreadPoolExecutor(1)  # adds means up, while this thread gives the GPU its work
-        self.rising: dict[Unit, torch.cuda.Event | None] = {}  # casts on their way
-        self.sent: deque[Unit] = deque()  # reductions that may be under way still
+        self.falling: dict[Unit, Callable[[], object]] = {}  # means in flight to the host: what waits for it
+        self.adder = ThreadPoolExecutor(1)  # adds means, while this thread launches the GPU's kernels
+        self.rising: dict[Unit, torch.cuda.Event | None] = {}  # casts in flight to the GPU
+        self.sent: deque[Unit] = deque()  # units whose reduction may be in flight
         largest = max(unit.S for unit in zero.units)
-        self.scratch = torch.empty(min(PART, largest), dtype=zero.master_dtype)  # fp32 gradients, while they are used
-        self.addend: Tensor | None = None  # the same, while they are added to sums
+        self.scratch = torch.empty(min(PART, largest), dtype=zero.master_dtype)  # fp32 gradients of one part
+        self.addend: Tensor | None = None  # the same, for adding to sums
 
     def adopt(self, unit: Unit) -> None:
-        """The master leaves the GPU."""
+        """Move the master to the host."""
         if unit.full is None:
             self.resident[unit] = unit.master.to(self.zero.dtype)
         unit.master = unit.master.to("cpu", copy=True)
@@ -140,22 +140,22 @@ class Offload(OnDevice):
         return self.resident[unit]
 
     def on_gpu(self, unit: Unit) -> Tensor:
-        """The own slice (S) that the model's parameters are made of."""
+        """This rank's slice (S) of the model's parameters."""
         return self.resident[unit] if unit.full is None else unit.slice_of(unit.full)
 
     def after_reduce(self, unit: Unit) -> None:
-        """The means before the last two have arrived, or nearly: they go down."""
+        """Finish all reductions but the last two, and copy their means to the host."""
         self.sent.append(unit)
         if len(self.sent) > 2:
             self.zero.finish_reduction(self.sent.popleft())
 
     def end_backward(self) -> None:
-        """The last means go down too."""
+        """Finish the last reductions, and copy their means to the host."""
         while self.sent:
             self.zero.finish_reduction(self.sent.popleft())
 
     def receive(self, unit: Unit, mean: Tensor) -> None:
-        """The mean goes on to the host, which waits for none but an earlier one."""
+        """Copy the mean to the host, which waits only for an earlier mean of this unit."""
         self.land(unit)
         place = self.landing.get(unit)
         if unit.mean_grad is not None and unit.mean_grad is place:
@@ -183,26 +183,26 @@ class Offload(OnDevice):
             part.add_(self.addend[: addend.numel()].copy_(addend))
 
     def land(self, unit: Unit) -> None:
-        """Wait for the mean that is on its way down, and until it is added to what is there.
+        """Wait until the unit's mean is in host memory, and added to the sum.
 
-        It counts as landed only then: a wait that was interrupted is taken up again, and an addition that failed raises
-        each time, so that no sum is taken for whole.
+        Only then its entry in `falling` is deleted: an interrupted wait can be repeated, and a failed addition raises
+        each time, so that no incomplete sum is used.
         """
         if unit in self.falling:
             self.falling[unit]()
             del self.falling[unit]
 
     def wait_for_mean(self, unit: Unit) -> None:
-        """It is at the host."""
+        """Wait until it is in host memory."""
         super().wait_for_mean(unit)
         self.land(unit)
 
     def applies_factor(self) -> bool:
-        """To an fp32 copy of one unit's gradient. But an optimizer of the user's may count its calls."""
+        """To an fp32 copy of one unit's gradient. False if the optimizer is not torch's: it may count its calls."""
         return is_known(self.zero.optimizer)
 
     def step(self) -> None:
-        """Unit after unit, in the order in which means arrive."""
+        """Update one unit after the other, in the order in which means arrive."""
         zero = self.zero
         self.casts_written = self.applies_factor()
         if not self.casts_written:
@@ -215,12 +215,12 @@ class Offload(OnDevice):
         self.update_all([unit for unit in reversed(zero.trainable) if unit.holds_gradient])
 
     def update_all(self, units: list[Unit]) -> None:
-        """All units that have a gradient."""
+        """Update all units that have a gradient."""
         for unit in units:
             self.update(unit)
 
     def update(self, unit: Unit) -> None:
-        """One unit's, and its cast begins to rise."""
+        """Update one unit, and start to copy its cast to the GPU."""
         self.wait_for_mean(unit)
         if one_pass.is_fusible(self.zero.optimizer):
             self.rise(unit, lambda staging: self.update_in_parts(unit, staging))
@@ -229,15 +229,15 @@ class Offload(OnDevice):
             self.write_cast(unit)
 
     def update_in_parts(self, unit: Unit, staging: Tensor) -> None:
-        """AdamW, and the cast to `staging`: parts so small that the fp32 gradient never leaves the CPU's caches."""
+        """AdamW, and the cast to `staging`, in parts so small that the fp32 gradient stays in the CPU's caches."""
         used = list(unit.used_pieces(unit.mean_grad))
         if len(used) < len(unit.pieces):
             staging.copy_(unit.master)
         for (group, piece, grad), (_, _, cast) in zip(used, unit.used_pieces(staging)):
             state = one_pass.state_of(self.zero.optimizer, piece)
             state["step"] += 1
-            wholes = (piece.detach(), grad, state["exp_avg"], state["exp_avg_sq"], cast)
-            for master, grad, *rest in zip(*(whole.split(PART) for whole in wholes)):
+            tensors = (piece.detach(), grad, state["exp_avg"], state["exp_avg_sq"], cast)
+            for master, grad, *rest in zip(*(tensor.split(PART) for tensor in tensors)):
                 upcast = self.scratch[: grad.numel()].copy_(grad)
                 if self.zero.factor.value is not None:
                     upcast.mul_(self.zero.factor.value)
@@ -245,12 +245,12 @@ class Offload(OnDevice):
             piece.grad = None
 
     def update_by_own_step(self, unit: Unit) -> None:
-        """The step of the optimizer's class, which finds no other unit's parameters."""
+        """The step of the optimizer's class, while param groups hold only this unit's pieces."""
         grad = unit.mean_grad.to(self.zero.master_dtype)
         if self.zero.factor.value is not None:
             grad = grad * self.zero.factor.value
         groups = self.zero.optimizer.param_groups
-        everything = [group["params"] for group in groups]
+        all_params = [group["params"] for group in groups]
         for group in groups:
             group["params"] = []
         for group, piece, part in unit.used_pieces(grad):
@@ -259,24 +259,24 @@ class Offload(OnDevice):
         try:
             step_without_hooks(self.zero.optimizer)
         finally:
-            for group, params in zip(groups, everything):
+            for group, params in zip(groups, all_params):
                 group["params"] = params
             for _, piece in unit.pieces:
                 piece.grad = None
 
     def write_cast(self, unit: Unit) -> None:
-        """A cast of the master goes up."""
+        """Copy a cast of the master to the GPU."""
         self.rise(unit, lambda staging: staging.copy_(unit.master))
 
     def rise(self, unit: Unit, write: Callable[[Tensor], object]) -> None:
-        """What `write` makes of its argument (S), at the host, goes up."""
+        """`write` fills a buffer (S) in host memory; copy it to the GPU."""
         target = self.on_gpu(unit)
         staging = self.link.staging_for(target)
         write(staging)
         self.rising[unit] = self.link.up(staging, target)
 
     def settle_cast(self, unit: Unit) -> None:
-        """The cast has to be there before it is published: the current stream waits, the host does not."""
+        """The cast must arrive before it is published: the current stream waits, the host does not."""
         super().settle_cast(unit)
         self.wait_for_rising(unit)
 
@@ -286,18 +286,18 @@ class Offload(OnDevice):
             torch.cuda.current_stream(self.zero.device).wait_event(event)
 
     def replace(self, unit: Unit, values: Tensor) -> None:
-        """The slice on the GPU as well."""
+        """And replace the slice on the GPU."""
         super().replace(unit, values)
         self.on_gpu(unit).copy_(unit.slice_of(values))
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """The slices on the GPU, and what lies at the host between step and step."""
+        """The slices on the GPU, and what is in host memory between steps."""
         for unit, shard in self.resident.items():
             yield "parameters", unit.name, shard
         yield from self.host_tensors()
 
     def host_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """What lies in host memory, (category, label, tensor)."""
+        """What is in host memory, (category, label, tensor)."""
         for unit in self.zero.units:
             yield from states(self.zero, unit)
             if unit.mean_grad is not None:
@@ -313,7 +313,7 @@ class Offload(OnDevice):
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """The step of the optimizer's class: the hooks on it belong to the step that the user calls."""
+    """The step of the optimizer's class. Its hooks do not run: they are for the step that the user calls."""
     step = type(optimizer).step
     if getattr(step, "hooked", False):  # torch wraps it when an optimizer of the class is made
         step = step.__wrapped__

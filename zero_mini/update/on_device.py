@@ -2,7 +2,7 @@
 
 `zero.update` is the one seam between the script of a step and what updates the masters:
 
-    adopt, replace            a unit's master is there, or has other values
+    adopt, replace            a unit gets its master, or other values
     after_reduce, receive,
     wait_for_mean             a mean is in flight, has arrived, is where the optimizer reads it
     step                      the masters get new values
@@ -26,17 +26,17 @@ from zero_mini.update import one_pass
 class OnDevice:
     """`zero` is the handle of a stage."""
 
-    places = ("device", "host")  # that `zero.memory` knows
+    places = ("device", "host")  # that `zero.memory` reports
 
     def __init__(self, zero) -> None:
         self.zero = zero
-        self.casts_written = False  # by the step itself
+        self.casts_written = False  # the step itself wrote the casts
 
     def adopt(self, unit: Unit) -> None:
-        """Once: the stage has made the unit's master."""
+        """Called once for a unit, when the stage has made its master."""
 
     def ready(self) -> None:
-        """Once: all units are adopted."""
+        """Called once, when all units are adopted."""
 
     def after_reduce(self, unit: Unit) -> None:
         """A reduction of the unit's gradients has started."""
@@ -45,14 +45,14 @@ class OnDevice:
         """All reductions of a backward have started."""
 
     def receive(self, unit: Unit, mean: torch.Tensor) -> None:
-        """A mean (P or S) has arrived: add it to what is there, in the master's precision."""
+        """A mean (P or S) has arrived: add it to the unit's mean, in the master's precision."""
         if unit.mean_grad is None:
             unit.mean_grad = mean
         else:
             unit.mean_grad = unit.mean_grad.to(self.zero.master_dtype) + mean
 
     def wait_for_mean(self, unit: Unit) -> None:
-        """The unit's mean is where the optimizer reads it."""
+        """Wait until the unit's mean is where the optimizer reads it."""
         self.zero.finish_reduction(unit)
 
     def applies_factor(self) -> bool:
@@ -60,7 +60,7 @@ class OnDevice:
         return one_pass.can_fuse(self.zero)
 
     def step(self) -> None:
-        """Update the masters in one pass, or give the optimizer's own step, which follows, its gradients."""
+        """Update the masters in one pass, or hand the means to the optimizer, whose own step runs next."""
         self.casts_written = self.applies_factor()
         if self.casts_written:
             self.zero.check_step()
@@ -90,32 +90,32 @@ class OnDevice:
             self.write_cast(unit)
 
     def write_cast(self, unit: Unit) -> None:
-        """master -> the rank's part of what the model computes with."""
+        """master -> this rank's part of the parameters that the model computes with."""
         if self.zero.mixed and unit.full is not None:
             unit.part_of_master(unit.full).copy_(unit.master)
 
     def source(self, unit: Unit) -> torch.Tensor:
-        """The rank's slice (S), from which stage 3 gathers."""
+        """This rank's slice (S), from which stage 3 gathers."""
         return unit.master
 
     def replace(self, unit: Unit, values: torch.Tensor) -> None:
-        """Other values (P), the same on all ranks."""
+        """The unit gets other values (P), the same on all ranks."""
         unit.master.copy_(unit.part_of_master(values))
         if unit.full is not None:
             unit.full.copy_(values)
 
     def in_memory(self, unit: Unit, write: bool = False) -> contextlib.AbstractContextManager:
-        """Within, the unit's master and states can be read, and with `write` changed."""
+        """Inside the block, the unit's master and states can be read, and with `write` changed."""
         return contextlib.nullcontext()
 
     def forget_states(self) -> None:
-        """The optimizer's states will be loaded anew."""
+        """Drop the optimizer's states: others will be loaded."""
         self.zero.optimizer.state.clear()
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """(category, label, tensor) of what is kept besides units and the optimizer's states."""
+        """(category, label, tensor) of tensors besides those of units and of the optimizer's states."""
         return iter(())
 
     def host_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Those of all tensors that wait in host memory."""
+        """Of all tensors, those in host memory."""
         return iter(())

@@ -1,22 +1,22 @@
 """The optimizer's step in one pass over memory: 16-bit gradients in, 16-bit parameters out.
 
-In mixed precision a step reads gradients of 2 bytes and ends in parameters of 2 bytes, but the optimizer
-in between knows fp32 alone. Bytes an element, read + written:
+In mixed precision a step reads gradients of 2 bytes and writes parameters of 2 bytes, but the optimizer
+in between computes in fp32 only. Bytes an element, read + written:
 
     three passes   upcast 2 + 4,  AdamW 16 + 12,  copy back 4 + 2     40, and fp32 gradients of the whole shard
     one pass       AdamW (12 + 2) + (12 + 2)                          28, and none
 
-A step is nothing but memory traffic, so this is time: 1.6 times less of it. On CUDA one Triton kernel does
-it; elsewhere the three passes are done piece by piece, so that only one piece's gradients are ever fp32.
-The state stays torch's own (`step`, `exp_avg`, `exp_avg_sq` of each piece), and so does the optimizer:
-its step() finds no gradient left, and does nothing.
+Memory traffic limits a step, so this also saves time: 1.6 times less of it. On CUDA one Triton kernel does
+it; elsewhere the three passes run piece by piece, so that the gradients of only one piece at a time are fp32.
+The states stay torch's own (`step`, `exp_avg`, `exp_avg_sq` of each piece), and so does the optimizer:
+its step() finds no gradient, and does nothing.
 
     m = m + (1 - beta1) (g - m)          v = beta2 v + (1 - beta2) g^2
     p = (1 - lr wd) p - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
 Source: AdamW, arXiv 1711.05101, algorithm 2. It is used for `torch.optim.AdamW(fused=True)`.
 
-Left out: other optimizers, amsgrad, a learning rate that is a tensor: they take the three passes.
+Left out: other optimizers, amsgrad, a learning rate that is a tensor: they use the three passes.
 """
 
 import torch
@@ -26,7 +26,7 @@ from zero_mini.binding.checks import known_class
 try:
     import triton
     import triton.language as tl
-except ImportError:  # torch for CPUs comes without it
+except ImportError:  # torch for CPUs does not include it
     triton = None
 
 BLOCK = 2048  # elements a program
@@ -38,7 +38,7 @@ def can_fuse(zero) -> bool:
 
 
 def is_fusible(optimizer: torch.optim.Optimizer) -> bool:
-    """Is its update the one that is written here?"""
+    """Is its update the one that this file implements?"""
     return known_class(optimizer) is torch.optim.AdamW and all(
         group["fused"] and not (group["amsgrad"] or group["maximize"] or isinstance(group["lr"], torch.Tensor))
         for group in optimizer.param_groups
@@ -48,7 +48,7 @@ def is_fusible(optimizer: torch.optim.Optimizer) -> bool:
 def step(zero) -> None:
     """Update every piece that has a gradient, times `zero.factor.value` (0-dim) if there is one, and write its cast.
 
-    In the order in which means arrive: the first units are updated while the last ones are on the wire.
+    Units are updated in the order in which means arrive: the first ones while the last means are in flight.
     """
     groups = zero.optimizer.param_groups
     units = [unit for unit in reversed(zero.trainable) if unit.holds_gradient]
@@ -76,22 +76,22 @@ def step(zero) -> None:
 
 
 def step_factors(optimizer: torch.optim.Optimizer, options: dict, pieces: list[torch.Tensor]):
-    """Count a step of every piece. What depends on the count (two values a piece) for the kernel, or None without it.
+    """Count a step of every piece. Returns the two values a piece that the kernel needs, or None without it.
 
-    They are computed on the device, for all pieces of a group at once: the host would have to wait for the count.
+    They depend on the count: the device computes them, for all pieces of a group at once; the host would have to wait.
     """
     steps = [state_of(optimizer, piece)["step"] for piece in pieces]
     if steps:
         torch._foreach_add_(steps, 1)
     if triton is None or not steps or not steps[0].is_cuda:
         return None
-    taken = torch.stack(steps).double()
+    counts = torch.stack(steps).double()
     beta1, beta2 = options["betas"]
-    return (options["lr"] / (1 - beta1**taken)).float(), (1 - beta2**taken).sqrt().float()
+    return (options["lr"] / (1 - beta1**counts)).float(), (1 - beta2**counts).sqrt().float()
 
 
 def state_of(optimizer: torch.optim.Optimizer, piece: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The piece's state; at its first step, as AdamW begins it."""
+    """The piece's state; before its first step, AdamW's initial state."""
     state = optimizer.state[piece]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=piece.device)
