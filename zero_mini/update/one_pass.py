@@ -6,7 +6,7 @@ in between computes in fp32 only. Bytes an element, read + written:
     three passes   upcast 2 + 4,  AdamW 16 + 12,  copy back 4 + 2     40, and fp32 gradients of the whole shard
     one pass       AdamW (12 + 2) + (12 + 2)                          28, and none
 
-Memory traffic limits a step, so this also saves time: 1.6 times less of it. On CUDA one Triton kernel does
+Memory traffic limits a step, so this also saves time: 1.4 times less of it. On CUDA one Triton kernel does
 it; elsewhere the three passes run piece by piece, so that the gradients of only one piece at a time are fp32.
 The states stay torch's own (`step`, `exp_avg`, `exp_avg_sq` of each piece), and so does the optimizer:
 its step() finds no gradient, and does nothing.
