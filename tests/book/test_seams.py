@@ -215,6 +215,35 @@ def test_offload_goes_on_top_of_a_class_that_shards_states(ranks):
         assert ["stage" in message for message in messages] == [True] * 3 and "Zero2" in messages[0]
 
 
+# --- where state is born ---------------------------------------------------------------------
+
+
+def attributes_after_training(stage: type, dtype: torch.dtype | None) -> tuple[set[str], set[str]]:
+    """Attributes of the handle and of its units that no __init__ has made."""
+    at_birth = {}
+
+    class Noting(stage):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            at_birth.update(handle=set(vars(self)), unit=set(vars(self.units[0])))
+
+    model = blocks()
+    zero = zeroify(model, momentum(model), Noting, dtype=dtype)
+    train(zero)
+    with zero.no_sync():
+        model(torch.ones(2, 24)).sum().backward()
+    model(torch.ones(2, 24)).sum().backward()
+    zero.optimizer.step()
+    zero.load_state_dict(zero.state_dict())
+    return set(vars(zero)) - at_birth["handle"], set(vars(zero.units[0])) - at_birth["unit"]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [zero_mini.ddp.DDP, Zero2, Zero3], ids=lambda stage: stage.__name__)
+def test_every_attribute_is_born_in_an_init(ranks, stage, dtype):
+    assert ranks(2).run(attributes_after_training, stage, dtype) == [(set(), set())] * 2
+
+
 # --- which file imports which ----------------------------------------------------------------
 
 
