@@ -34,7 +34,7 @@ from zero_mini.course.lesson import recorded
 
 HERE = Path(__file__).parent
 BUILD = HERE / "build"
-sys.path.append(str(HERE.parent / "tests"))  # slides show tests too
+sys.path += [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "book")]  # slides show tests too
 SLIDES = range(12, 19)  # in a deck
 WORDS = 15  # of notes, at least
 SMALLEST_PX = 17  # letters of a picture, on a slide 1280 pixels wide
