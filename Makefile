@@ -15,9 +15,9 @@ train: .venv/installed
 	@test "$(N)" -ge 1 2> /dev/null || { echo "make train: N must be a whole number >= 1 (got $(N))"; exit 2; }
 	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node $(N) zero_mini/train_gpt.py --stage $(STAGE) $(ARGS)
 
-# Two files at a time: most tests are ranks that wait for each other.
+# Two files at a time: most tests are ranks that wait for each other, and tests of a file share what they start.
 test: .venv/installed-test
-	.venv/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
+	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile \
 		--nbval --nbval-current-env notebooks --ignore notebooks/student
 
