@@ -18,7 +18,7 @@ unlike on_device.py, at stage 1, 2 or 3:
   - receive:        copies a mean down, without waiting, while backward continues; a thread on the host adds the mean of
                     a further micro-batch, while this thread launches the GPU's kernels
   - wait_for_mean:  waits until the mean is in host memory: only here the host waits
-  - step:           one unit after the other: fp32 gradients of this unit, the optimizer's own step, a cast, a copy up
+  - update_masters: one unit after the other: fp32 gradients of this unit, the optimizer's own step, a cast, a copy up
   - write_cast:     copies the cast up, while the next unit is updated
   - settle_cast:    gathers start when the cast is on the GPU
 
@@ -201,14 +201,9 @@ class Offload(OnDevice):
         """To an fp32 copy of one unit's gradient. False if the optimizer is not torch's: it may count its calls."""
         return is_known(self.zero.optimizer)
 
-    def step(self) -> None:
+    def update_masters(self) -> None:
         """Update one unit after the other, in the order in which means arrive."""
         zero = self.zero
-        self.casts_written = self.applies_factor()
-        if not self.casts_written:
-            self.hand_means_to_optimizer()
-            return
-        zero.check_step()
         self.link.let_go()
         if zero.factor.value is not None:
             zero.factor.value = zero.factor.value.to("cpu")

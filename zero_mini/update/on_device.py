@@ -60,13 +60,17 @@ class OnDevice:
         return one_pass.can_fuse(self.zero)
 
     def step(self) -> None:
-        """Update the masters in one pass, or hand the means to the optimizer, whose own step runs next."""
+        """Update the masters, or hand the means to the optimizer, whose own step runs next."""
         self.casts_written = self.applies_factor()
         if self.casts_written:
             self.zero.check_step()
-            one_pass.step(self.zero)
+            self.update_masters()
         else:
             self.hand_means_to_optimizer()
+
+    def update_masters(self) -> None:
+        """The update that multiplies by the factor itself."""
+        one_pass.step(self.zero)
 
     @torch.no_grad()
     def hand_means_to_optimizer(self) -> None:
