@@ -11,15 +11,16 @@ become fp32, 2 bytes more for each, unless the update is fused (update/one_pass.
 
     time -->   forward           backward                          step
     compute    u0 u1 u2          u2      u1      u0                update
-    wire                                 r2      r1      r0
+    wire                                     r2      r1      r0
     memory     parameters ####   gradients grow to ####            optimizer ####
 
   - k micro-batches:   under no_sync() sums stay on the rank, in fp32: gradients take 4 bytes; the last
                        micro-batch sends, so the wire is 2 Psi for all k
   - tied parameter:    lies in one unit; its gradient is the sum of its uses. Shared by two blocks, it is the root's
-  - frozen parameter:  has a unit of its own with 2 bytes, no gradient, no master; nothing is sent
+  - frozen parameter:  has a unit of its own: 2 + 4 bytes (fp32 master), no gradient; nothing is sent
   - unused parameter:  counts as zero where another rank used it; if no rank did, the optimizer skips it
-  - ranks that differ: run the same units in the same order, or the step raises and names the first difference
+  - ranks that differ: may run different units, since an unused one counts as zero. If a rank launches other
+                       collectives, as in a state_dict() of its own, the step raises and names the first difference
 """
 
 import torch

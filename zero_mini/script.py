@@ -9,11 +9,11 @@ A stage is a class that overrides the moments it changes:
     after_forward     a unit                 its parameters have been used
     before_backward   a unit                 its parameters are needed again
     after_backward    a unit                 backward has moved on: collect its gradients
-    send_ready        half-way in a unit     what was collected before goes on the wire
+    send_ready        entering, half-way     what was collected before goes on the wire
     reduce            a unit                 its gradients go on the wire
     finish_reduction  a unit                 its mean has arrived, and is added to what is there
     end_backward      a backward             what has not been sent goes now
-    check_step        a step                 ranks agree (binding/agreement.py), nothing else changed anything
+    check_step        an update or a clip    ranks agree, and nothing else wrote gradients or parameters
     begin_step        a step                 the optimizer's update (update/), or none if fp16 overflowed
     after_step        a step                 every unit's new values are published
     publish           a unit                 the new values reach the ranks that compute with them
@@ -37,10 +37,10 @@ One unit's turn in a backward at stage 2, as it is called:
       send_ready
       before_backward(unit)
         after_backward(the unit before)                flat.take_grads: .grad -> unit.local_grad
-    hooks.halfway                                      half of the unit's gradients exist
-      send_ready -> send(the unit before)
-        finish_reduction                               of an earlier micro-batch
-        Zero2.reduce -> Comm.reduce_scatter -> Ledger.note
+    hooks.halfway -> send_ready -> send(the unit before)
+      Zero2.reduce
+        finish_reduction(the unit sent two before)     which frees its whole gradient
+        Comm.reduce_scatter -> Comm.launch -> Ledger.note
 
 Two rules keep ranks together. Collectives start in the same order on every rank whatever its data did: reductions in
 reverse unit order, and a unit that is not ready holds back those after it, up to the end of the backward. And a unit is
@@ -48,7 +48,7 @@ collected when backward has moved on to the next one, not when all its gradients
 on this rank counts as zero. The optimizer skips what no rank used in a step, as it skips a gradient that is None.
 
 A reduction starts when the next unit is half-way through its backward. An NCCL reduction occupies SMs and slows a
-matrix product that runs beside it; attention, which most transformers run half-way, is slowed less.
+matrix product that runs beside it; attention, which is the middle of most blocks, is slowed less.
 
 Left out: gradients as views into the buffer, static-graph tricks, join() for ranks with unequal numbers of batches.
 """
@@ -159,7 +159,7 @@ class Script:
 
     def send(self, unit: Unit) -> None:
         """Launch the reduction of what was collected."""
-        self.finish_reduction(unit)  # of an earlier micro-batch
+        self.finish_reduction(unit)  # of an earlier micro-batch, at stages 0 and 1
         self.reduce(unit)
         unit.local_grad = None  # `reducing` keeps the buffer for as long as it is needed
         self.update.after_reduce(unit)

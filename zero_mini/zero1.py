@@ -16,12 +16,12 @@ unlike ddp.py:
 
     time -->     forward           backward                          step
     compute      u0 u1 u2          u2      u1      u0                update of 1/N
-    wire       ..g1 g2                     r2      r1      r0              g0 g1..    g: new; r: half as long
+    wire       ..g1 g2                         r2      r1      r0          g0 g1..    r: half as long
     memory       parameters ####   gradients grow to ####            optimizer #...   optimizer: 1/N
 
   - k micro-batches:   as ddp.py: sums stay on the rank under no_sync(), 4 bytes a parameter in fp32; 2 Psi for all k
   - tied parameter:    as ddp.py
-  - frozen parameter:  2 bytes on every rank; not gathered after a step, since it does not change
+  - frozen parameter:  2 bytes on every rank and 4/N (fp32 master); not gathered after a step
   - unused parameter:  as ddp.py; its slice is gathered with its unit
   - ranks that differ: as ddp.py
 

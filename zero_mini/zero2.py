@@ -6,12 +6,13 @@ Source: arXiv 1910.02054, section 5.2 (memory) and 7.2.1 (volume).
     wire, elements      2 Psi      for one micro-batch; (k+1) Psi for k of them, times (N-1)/N
 
 unlike zero1.py:
-  - reduce:   the mean goes to a new shard (S); the whole buffer (P) is freed once it was sent
+  - reduce:   the mean goes to a new shard (S); the whole buffer (P) is freed when its reduction has ended,
+              two units later or at the end of the backward
   - no_sync:  changes nothing, since holding whole gradients back would undo the saving
 
     time -->     forward           backward                          step
     compute      u0 u1 u2          u2      u1      u0                update of 1/N
-    wire       g0 g1 g2                    r2      r1      r0
+    wire       ..g1 g2                         r2      r1      r0          g0 g1..
     memory       parameters ####   gradients 1/N + up to five units  optimizer #...
                                    whole: two in flight, one collected, one in backward, the root's
 

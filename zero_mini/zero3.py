@@ -23,17 +23,18 @@ unlike zero2.py:
     wire         g0 g1 g2               g0 r2   r1   r0
     slot 0          u0    u2       u2   u0   u0                      until publish
     slot 1             u1 u1       u1   u1   u1                      until publish
-    memory       parameters two slots and 1/N; gradients as stage 2; optimizer #...
+    memory       parameters two slots and the root's; gradients as stage 2; optimizer #...
 
-  - k micro-batches:   as zero2.py, and each gathers again: 16/N bytes, 3 Psi each
+  - k micro-batches:   as zero2.py, and each gathers what no slot holds: 16/N bytes, up to 3 Psi each
   - tied parameter:    within one block as ddp.py; shared by two blocks, it is the root's, which stays gathered
-  - frozen parameter:  in separate slots; gathered in forward and again in backward, not reduced
+  - frozen parameter:  4/N (fp32 master) and separate slots; gathered in forward and in backward, not reduced
   - unused parameter:  as ddp.py; a unit whose forward no rank runs is not gathered, but reduced
-  - ranks that differ: as ddp.py; an evaluation on one rank alone waits for the others' gathers; the error names it
+  - ranks that differ: a gather needs all ranks, so all run the same units in the same order, also in evaluation.
+                       Else the wait for a gather, or the step, raises and names the first difference
 
 Two slots are enough: one unit computes while the next arrives. A unit always returns to the same
 slot, because autograd saved views of that memory in forward, and will read them in backward.
-Nothing is allocated or copied out, so memory does not fragment. The last units of forward are
+No memory for parameters is allocated in a step, so it does not fragment. The last units of forward are
 the first that backward needs: they are still in their slots, and are not gathered again.
 """
 

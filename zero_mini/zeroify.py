@@ -11,7 +11,7 @@
 
 Both objects can be used as before: the model keeps its classes, names and state_dict keys, the
 optimizer its param groups; a scheduler may be built on it before or after. zeroify() needs both
-at once, because the optimizer must hold slices of the buffers that hold the model's parameters.
+at once, because the optimizer gets this rank's slices in place of the model's parameters.
 """
 
 import os
@@ -78,7 +78,8 @@ def zeroify(
     comm         the collectives, in place of `group`: an instance of a subclass of Comm.
 
     Every rank must call it with the same model; all take rank 0's values. Returns the handle: clip_grad_norm_,
-    no_sync, scale, full_params, named_parameters, add_penalty, updating, state_dict, load_state_dict, memory, ledger.
+    no_sync, scale, stepped, full_params, named_parameters, add_penalty, updating, state_dict, load_state_dict, memory,
+    ledger, wait.
     ValueError or RuntimeError, on every rank, if it cannot train this model and optimizer with these arguments.
 
     If no rank uses a parameter in a step, its value, states and step count do not change, as in torch when a gradient

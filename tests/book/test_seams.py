@@ -128,7 +128,7 @@ class Halves(Comm):
 
 
 class Half(nn.Module):
-    """Blocks whose outputs are added: one half of them."""
+    """Adds the outputs of its blocks: of one half of four blocks, or of all of them."""
 
     def __init__(self, part: int | None):
         super().__init__()

@@ -34,7 +34,7 @@ def trace_350M(stage: int) -> dict:
     tokens = torch.randint(50304, (32, 1025), device="cuda")
 
     def steps():
-        zero.comm.host.gather(None)  # together: who waits for the other has exposed time that is not the wire's
+        zero.comm.host.gather(None)  # start together: time in which a rank waits for another is not the wire's
         for _ in range(2):
             model(tokens[:, :-1], tokens[:, 1:]).backward()
             optimizer.step()

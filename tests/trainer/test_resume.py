@@ -140,7 +140,7 @@ def test_a_signal_to_one_rank_saves_on_all_at_one_step(ranks, text, whole, tmp_p
     assert learnt(tmp_path / "run") == learnt(whole) and same_weights(tmp_path / "run", whole)
     result = "all ranks save at the end of one step and leave with status 143"
     if number == signal.SIGTERM:
-        row("saving", "one rank is told to leave (SIGTERM)", result=result, says=message.removeprefix("Stopped: "))
+        row("saving", "one rank receives SIGTERM", result=result, says=message.removeprefix("Stopped: "))
 
 
 @pytest.mark.parametrize("saves", [True, False], ids=["saves", "keeps-nothing"])

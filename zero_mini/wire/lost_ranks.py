@@ -80,7 +80,7 @@ class Whereabouts:
                 time.sleep(0.02)
             return self.judge([self.read(rank) for rank in range(self.world_size)], here, silent)
         except dist.DistError:
-            return "nobody knows of the other ranks: the key-value store is gone, and rank 0 with it if it kept it"
+            return "the key-value store is gone, and with it all ranks' pages; rank 0 may have kept it, and died"
 
     def judge(self, pages: list[dict[Position, str]], here: Position, silent: list[int]) -> str:
         """In words, what the pages of all ranks show; the ranks in `silent` have not failed yet."""
