@@ -54,15 +54,15 @@ def merge_blocks(model: nn.Module, least_numel: int) -> list[list[nn.Module]]:
     >>> [len(modules) for modules in merge_blocks(model, 7)]
     [2, 1]
     """
-    merged: list[list[nn.Module]] = []
-    missing = 0
+    groups: list[list[nn.Module]] = []
+    numel_to_add = 0
     for _, block in find_blocks(model):
-        if missing <= 0:
-            merged.append([])
-            missing = least_numel
-        merged[-1].append(block)
-        missing -= sum(param.numel() for param in block.parameters())
-    return merged
+        if numel_to_add <= 0:
+            groups.append([])
+            numel_to_add = least_numel
+        groups[-1].append(block)
+        numel_to_add -= sum(param.numel() for param in block.parameters())
+    return groups
 
 
 def make_units(model: nn.Module, blocks: list[tuple[str, Sequence[nn.Module]]], group_of: dict, rank, world_size):
@@ -89,7 +89,7 @@ def make_units(model: nn.Module, blocks: list[tuple[str, Sequence[nn.Module]]], 
             ]
             if selection:
                 groups, names, params = zip(*sorted(selection, key=lambda entry: entry[0]))
-                shape = list(names), list(params), list(groups), rank, world_size
+                layout = list(names), list(params), list(groups), rank, world_size
                 middle = selection[len(selection) // 2][2]
-                units.append(Unit(f"{name}{kind}", tuple(block), *shape, block[0] is model, grouped, middle))
+                units.append(Unit(f"{name}{kind}", tuple(block), *layout, block[0] is model, grouped, middle))
     return units
