@@ -111,12 +111,12 @@ class Zero3(Zero2):
         """Gather this unit if needed; begin to gather the next one of the last forward."""
         self.gather(unit)
         track = unit.place.track
-        before = self.last_used.get(track)
-        # Activation checkpointing runs forwards inside a backward: they are not part of the prefetch order.
-        if not self.backward.running and not unit.is_root and before is not unit:
-            unit.place.previous = before
-            if before is not None:
-                before.place.following = unit
+        previous = self.last_used.get(track)
+        # Forwards that checkpointing runs inside backward do not change the order.
+        if not self.backward.running and not unit.is_root and previous is not unit:
+            unit.place.previous = previous
+            if previous is not None:
+                previous.place.following = unit
             self.last_used[track] = unit
             self.prefetch(unit, unit.place.following)
 

@@ -87,10 +87,10 @@ def refuse_other_options(zero, options: dict[str, str]) -> None:
     all_options = zero.comm.host.gather(options)
     for rank, other in enumerate(all_options):
         for name in all_options[0] | other:
-            ours, theirs = all_options[0].get(name, "missing"), other.get(name, "missing")
-            if ours != theirs:
+            first, value = all_options[0].get(name, "missing"), other.get(name, "missing")
+            if first != value:
                 raise RuntimeError(
-                    f"{name} is {ours} on rank 0 but {theirs} on rank {rank}: set it alike on every rank; a scheduler "
+                    f"{name} is {first} on rank 0 but {value} on rank {rank}: set it alike on every rank; a scheduler "
                     "that looks at the loss needs the mean over ranks"
                 )
 

@@ -28,19 +28,19 @@ CALL = nn.Module._call_impl.__code__
 
 def run(operation: Callable, args: tuple, kwargs: dict) -> object:
     """operation(*args, **kwargs), after all hidden parameters among its arguments got their values. RuntimeError."""
-    hidden = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, HiddenParameter)]
-    units: list[Unit] = list(dict.fromkeys(param.unit for param in hidden))
-    what = f"{name_of(operation)} of {hidden[0].name_in_model}"
+    hidden_params = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, HiddenParameter)]
+    units: list[Unit] = list(dict.fromkeys(param.unit for param in hidden_params))
+    what = f"{name_of(operation)} of {hidden_params[0].name_in_model}"
     for unit in units:
         unit.stage().fetch(unit, what)
-    if any(isinstance(param, HiddenParameter) for param in hidden):
+    if any(isinstance(param, HiddenParameter) for param in hidden_params):
         raise RuntimeError(
             f"{what}: it needs {' and '.join(unit.name for unit in units)} at once, for which stage 3 has no room: "
             "do it under zero.full_params()"
         )
-    versions = [param._version for param in hidden]
+    versions = [param._version for param in hidden_params]
     result = operation(*args, **kwargs)
-    for param, version in zip(hidden, versions):
+    for param, version in zip(hidden_params, versions):
         if param._version != version:
             param.unit.stage().check_write(param.unit, what)
     for unit in units:

@@ -111,7 +111,7 @@ def updating(zero) -> Iterator[None]:
     At the end the model gets the new values. Collective. `optimizer.eval()` and `optimizer.train()` call it themselves.
     """
     zero.check_step()
-    recording, zero.comm.ledger.recording = zero.comm.ledger.recording, False
+    was_recording, zero.comm.ledger.recording = zero.comm.ledger.recording, False
     try:
         with contextlib.ExitStack() as masters:
             for unit in zero.trainable:
@@ -127,7 +127,7 @@ def updating(zero) -> Iterator[None]:
         for unit in zero.trainable:
             zero.publish(unit)
     finally:
-        zero.comm.ledger.recording = recording
+        zero.comm.ledger.recording = was_recording
 
 
 def is_elementwise(value: object, piece: torch.Tensor) -> bool:

@@ -62,9 +62,9 @@ def load_state_dict(zero, state: dict) -> None:
 
     ValueError if it is from another model, or has other param groups.
     """
-    missing = [name for unit in zero.trainable for name in unit.names if name not in state["optimizer"]]
-    if state["optimizer"] and missing:
-        raise ValueError(f"the state has no optimizer entry for {missing[0]}: it is another model's")
+    absent_names = [name for unit in zero.trainable for name in unit.names if name not in state["optimizer"]]
+    if state["optimizer"] and absent_names:
+        raise ValueError(f"the state has no optimizer entry for {absent_names[0]}: it is another model's")
     if len(state["groups"]) != len(zero.optimizer.param_groups):
         raise ValueError(
             f"the state has {len(state['groups'])} param groups, the optimizer {len(zero.optimizer.param_groups)}: "

@@ -220,9 +220,9 @@ class OnDisk(Offload):
         last_write: Future | None = None
         reason = None
         try:
-            for unit, following in zip(units, [*units[1:], None]):
+            for unit, next_unit in zip(units, [*units[1:], None]):
                 self.install(unit, next_read.result())
-                next_read = self.threads.submit(self.read, following) if following else None
+                next_read = self.threads.submit(self.read, next_unit) if next_unit else None
                 units_updated.append(unit)
                 self.update(unit)
                 tensors = self.collect(unit)

@@ -43,7 +43,7 @@ class LossScaler:
     most_in_a_row: int = 25  # skipped steps; one more is an error
     good_in_a_row: int = 0
     skipped_in_a_row: int = 0
-    skipped: int = 0  # in all
+    skipped: int = 0  # steps in total
 
     def __post_init__(self):
         """ValueError for settings with which the scale cannot adjust itself."""

@@ -185,7 +185,7 @@ class Offload(OnDevice):
     def land(self, unit: Unit) -> None:
         """Wait until the unit's mean is in host memory, and added to the sum.
 
-        Only afterwards its entry in `falling` is deleted: an interrupted wait can be repeated, and a failed addition
+        Its entry in `falling` stays until then: an interrupted wait can be repeated, and a failed addition
         raises each time, so that no incomplete sum is used.
         """
         if unit in self.falling:
