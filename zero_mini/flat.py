@@ -235,7 +235,7 @@ class Unit:
             self.visible = views
 
     def hide(self) -> None:
-        """Outside the unit's turn, parameters keep their shapes, without memory or values."""
+        """Outside the unit's turn, parameters keep shapes but have no memory or values."""
         self.show(self.nan_views)
 
     def by_group(self, owned: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
