@@ -3,18 +3,18 @@
 Source: arXiv 1910.02054, section 5.3 (memory) and 7.2.2 (volume); 6.2 and 6.3 (constant buffers,
 C_B, and memory that is allocated once, M_D).
 
-    bytes a parameter   14/N       = (2 gradients + 12 optimizer)/N, the paper's 16/N less its
+    bytes a parameter   14/N       = (2 gradients + 12 optimizer)/N, the paper's 16/N minus its
                                      16-bit shard: a slot's slice is cast from the fp32 master
                                      (fp32: 16/N), plus the root and two slots
     wire, elements      3 Psi      = all-gather for forward, all-gather for backward,
-                                     reduce-scatter, times (N-1)/N; less what is still in a slot
+                                     reduce-scatter, times (N-1)/N; minus units still in a slot
 
 unlike zero2.py:
   - adopt:            keeps a slice of the parameters, and nothing else
   - before_forward:   gathers the unit into its slot; begins to gather the unit after it
   - before_backward:  gathers the unit again; begins to gather the unit before it
   - publish:          sends nothing; the values in the slots are out of date
-  - after_forward:    hides the unit's parameters: a read never shows the slot's next holder
+  - after_forward:    hides the unit's parameters, so that a read never shows another unit's values
   - fetch:            gathers for a module that is called on its own; any other read raises
   - after_backward:   raises if a gradient may be wrong, because the slot held another unit
 
@@ -26,9 +26,9 @@ unlike zero2.py:
     memory       parameters two slots and 1/N; gradients as stage 2; optimizer #...
 
   - k micro-batches:   as zero2.py, and each gathers again: 16/N bytes, 3 Psi each
-  - tied parameter:    within one block as ddp.py; shared by two blocks, it is the root's, which stays gathered
+  - tied parameter:    within one block as ddp.py; shared by two blocks, in the root, which stays gathered
   - frozen parameter:  in separate slots; gathered in forward and again in backward, not reduced
-  - unused parameter:  as ddp.py; a unit whose forward no rank runs is not gathered, but reduced
+  - unused parameter:  as ddp.py; a unit whose forward no rank runs is not gathered, but it is reduced
   - ranks that differ: as ddp.py; an evaluation on one rank alone waits for the others' gathers; the error names it
 
 Two slots are enough: one unit computes while the next arrives. A unit always returns to the same
@@ -101,32 +101,32 @@ class Zero3(Zero2):
         unit.hide()
 
     def begin_forward(self) -> None:
-        """Prefetching follows the order of the last forward; no unit follows its last one."""
+        """Prefetch in the order of the last forward, whose last unit has no `following`."""
         super().begin_forward()
         for unit in self.last_used.values():
             unit.place.following = None
         self.last_used = {}
 
     def before_forward(self, unit: Unit) -> None:
-        """Gather this unit, unless it is in its slot; begin to gather the next one of the last forward."""
+        """Gather this unit if needed; begin to gather the next one of the last forward."""
         self.gather(unit)
         track = unit.place.track
-        before = self.last_used.get(track)
-        # Activation checkpointing runs forwards inside a backward: they are not part of the prefetch order.
-        if not self.backward.running and not unit.is_root and before is not unit:
-            unit.place.previous = before
-            if before is not None:
-                before.place.following = unit
+        previous = self.last_used.get(track)
+        # Forwards that checkpointing runs inside backward do not change the order.
+        if not self.backward.running and not unit.is_root and previous is not unit:
+            unit.place.previous = previous
+            if previous is not None:
+                previous.place.following = unit
             self.last_used[track] = unit
             self.prefetch(unit, unit.place.following)
 
     def after_forward(self, unit: Unit) -> None:
-        """Hide the parameters: the slot will hold another unit, and a read must not show its values."""
+        """Hide the parameters, so that a read never shows values of the slot's next unit."""
         if not unit.is_root and unit not in self.backward.entered:
             unit.hide()
 
     def before_backward(self, unit: Unit) -> None:
-        """Gather this unit, unless it is in its slot; begin to gather the unit before it in the last forward."""
+        """Gather this unit if needed; begin to gather the previous one of the last forward."""
         if unit not in self.backward.entered and not unit.is_root and unit.grads_arrived():
             raise RuntimeError(
                 f"a gradient of {unit.name} arrived before its backward began, when its parameters need not have "
@@ -151,12 +151,12 @@ class Zero3(Zero2):
         super().after_backward(unit)
 
     def end_backward(self) -> None:
-        """Hide the last units too: their turn is over."""
+        """Also hide the last units: their turn has ended."""
         self.hide_all_but(None)
         super().end_backward()
 
     def hide_all_but(self, module: torch.nn.Module | None) -> None:
-        """Hide what backward has entered and left: all units but those of `module`, and the root."""
+        """Hide the units that backward has entered, except the root and the units of `module`."""
         for unit in self.backward.entered:
             if unit.modules[0] is not module and not unit.is_root:
                 unit.hide()
@@ -202,12 +202,12 @@ class Zero3(Zero2):
         super().check_step()
 
     def replace(self, unit: Unit, values: torch.Tensor) -> None:
-        """Vacate the slot too: its values are out of date."""
+        """Also vacate the slot: its values are out of date."""
         super().replace(unit, values)
         self.vacate(unit.place.slot)
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """And the slots."""
+        """The tensors of stage 2, and the slots."""
         yield from super().tensors()
         for slot in self.slots:
             yield "communication", "slot", slot.buffer
@@ -241,7 +241,7 @@ class Zero3(Zero2):
         slot.holder = unit
 
     def vacate(self, slot: Slot) -> None:
-        """Empty the slot, once its gather has ended, and hide the unit that it held."""
+        """Wait for the slot's gather, hide the unit in the slot, and mark the slot as empty."""
         if slot.arriving is not None:
             slot.arriving.wait()
         if slot.holder is not None:

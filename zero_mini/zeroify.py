@@ -9,8 +9,8 @@
         optimizer.step()
         optimizer.zero_grad()
 
-Both objects can be used as before: the model keeps its classes, names and state_dict keys, the
-optimizer its param groups; a scheduler may be built on it before or after. zeroify() needs both
+Both objects can be used as before: the model keeps its classes, names and state_dict keys, and
+the optimizer keeps its param groups; a scheduler may be built before or after. zeroify() needs both
 at once, because the optimizer must hold slices of the buffers that hold the model's parameters.
 """
 
@@ -72,7 +72,7 @@ def zeroify(
     elementwise  True promises that an optimizer not listed in checks.py updates each element independently.
     group        the ranks that share the states; None: all of them. Its time-out limits how long a rank waits for the
                  others: dist.new_group(timeout=timedelta(minutes=5)), or init_process_group(timeout=...) for all.
-    scaler       how the loss scale begins and grows in fp16; None: from 2**16, as torch's does.
+    scaler       the loss scale in fp16, with its growth; None: it starts at 2**16, as torch's does.
     offload      "host": master copy and optimizer states are in host memory, and the CPU updates them; a folder:
                  they are in files there. Stages 1 to 3.
     comm         the collectives, in place of `group`: an instance of a subclass of Comm.
@@ -101,14 +101,14 @@ def zeroify(
     zero = build(model, optimizer, all_units, comm, dtype, torch.device(device), scaler, maker_of_update(offload))
     with gather_by_copy_engines(comm, all_units if build.sharded else []):
         take_over(zero, initialise)
-    load_optimizer_states(zero, states)  # states that the constructor made, as Adagrad's does
+    load_optimizer_states(zero, states)  # states that the optimizer's constructor made, for example Adagrad's
     hook_state_dicts(zero)
     hooks.hook_optimizer(zero)
     return zero
 
 
 def take_over(zero: Script, initialise: Callable[[str, torch.Tensor], None] | None) -> None:
-    """Values become what the stage keeps of them. Unit by unit, so that the peak is the final states plus two units."""
+    """Keep of each unit what the stage needs. One unit at a time, so the peak is the final states plus two units."""
     zero.prepare()
     for unit in zero.units:
         unit.materialise(initialise, zero.device)
@@ -123,7 +123,7 @@ def take_over(zero: Script, initialise: Callable[[str, torch.Tensor], None] | No
             param.unit = unit
             param.__class__ = type(param) if isinstance(param, HeldParameter) else HeldParameter
         unit.stage = weakref.ref(zero)
-    zero.model.to(zero.device)  # only buffers are left to move
+    zero.model.to(zero.device)  # parameters have moved already: this moves the buffers
     zero.sync_buffers()
     zero.comm.ledger.end_step()
     for unit in zero.trainable:
@@ -134,13 +134,13 @@ def take_over(zero: Script, initialise: Callable[[str, torch.Tensor], None] | No
 
 
 def maker_of_update(offload: str | os.PathLike | None) -> Callable[[Script], OnDevice]:
-    """What builds `zero.update`, which updates the masters."""
+    """The function that builds `zero.update`, which updates the masters."""
     if offload is None:
         return OnDevice
     if offload == "host":
         from zero_mini.update.offload import Offload
 
         return Offload
-    from zero_mini.update.disk import OnDisk  # it needs fcntl, which not every system has
+    from zero_mini.update.disk import OnDisk  # not at the top: it needs fcntl, which some systems do not have
 
     return partial(OnDisk, folder=Path(offload))
