@@ -1,7 +1,7 @@
 """Units: parameters that are gathered and reduced together, in one flat buffer that N ranks can share.
 
-A collective wants one contiguous buffer whose size N divides; a model has many small tensors of
-any size. A `Unit` is the map between the two. Shape letters, used everywhere in this package:
+A collective needs one contiguous buffer whose size is a multiple of N; a model has many small tensors
+of any size. A `Unit` is the map between the two. Shape letters, used everywhere in this package:
 
     P   elements of a unit's flat buffer, padding included
     N   ranks (the world size)
@@ -12,13 +12,13 @@ any size. A `Unit` is the map between the two. Shape letters, used everywhere in
     |<-- rank 0, S -->|<---- rank 1, S ---->|             N = 2
 
 A slice may begin or end inside a tensor: half a matrix is as good as a whole one, because the
-optimizers that ZeRO is for update element by element. So all slices have the same number of
+optimizers that ZeRO supports update each element independently. So all slices have the same number of
 elements, whatever shapes the model has.
 
 Inside a unit the parameters are sorted by the optimizer's param group, so that a group is one *run*
 of the buffer and this rank's part of it is one *piece*, a view: weight decay, learning rate and
-schedulers keep working on groups. If no rank used a parameter in a step, but its run has others that
-were used, the parameter becomes a run of its own. The optimizer then skips its piece and counts no
+schedulers keep working on groups. If no rank used a parameter in a step, but other parameters of its
+run were used, it becomes a run of its own. The optimizer then skips its piece and counts no
 step for it, as torch does when a gradient is None. Each parameter starts on an ALIGN boundary, so
 that kernels see aligned memory as they do in an unsharded model. Gaps are zero, and stay zero: their
 gradient is zero.
@@ -55,7 +55,7 @@ def round_up(numel: int, multiple: int) -> int:
 
 
 def count_none(grads: list) -> int:
-    """How many of them are None. (`in` and `count` would compare tensors by value.)"""
+    """How many of `grads` are None. (`in` and `count` would compare tensors by value.)"""
     return sum(map(operator.is_, grads, repeat(None)))
 
 
@@ -64,17 +64,17 @@ class Reduction(NamedTuple):
 
     work: "Launched"
     mean: torch.Tensor  # where the mean arrives, shaped like the master
-    buffer: torch.Tensor  # (P) the collective uses it until then
+    buffer: torch.Tensor  # (P) the collective uses it until the mean has arrived
 
 
 @dataclass(eq=False)
 class Unit:
     """Parameters of one module, or a few, that are gathered, reduced and freed as one flat buffer.
 
-    All of them need a gradient, or none does: a module with both makes two units.
+    Either all need a gradient, or none does: a module with both kinds becomes two units.
     """
 
-    name: str  # the module's name in the model; "root" for what belongs to no block
+    name: str  # the module's name in the model; "root" for parameters of no block
     modules: tuple[nn.Module, ...]  # the unit's turn: from the first one's forward to the last one's
     names: list[str]
     params: list[nn.Parameter]
@@ -90,7 +90,7 @@ class Unit:
     mean_grad: torch.Tensor | None = None  # shaped like master: the mean over ranks
     pieces: list[tuple[int, nn.Parameter]] = field(default_factory=list)  # (group, view of master)
     reducing: "Reduction | None" = None  # in flight
-    pending_backwards: int = 0  # forward calls whose backward has not come yet
+    pending_backwards: int = 0  # forward calls whose backward has not started yet
     used: int = 0  # bit i: on this rank params[i] got a gradient since zero_grad()
     used_anywhere: int = 0  # the same for any rank; ranks exchange it at the step
     apart: set[int] = field(default_factory=set)  # indices of params that are a run of their own
@@ -109,10 +109,10 @@ class Unit:
         for param in self.params:
             self.offsets.append(end)
             end = round_up(end + param.numel(), ALIGN)
-        self.P = round_up(max(end, 1), ALIGN * self.world_size)  # max: a unit may have 0-element tensors only
+        self.P = round_up(max(end, 1), ALIGN * self.world_size)  # max: all tensors of a unit may have 0 elements
         self.S = self.P // self.world_size
         self.shapes = [param.shape for param in self.params]
-        # empty_like keeps the strides of a dense tensor (channels_last, say) and drops odd ones.
+        # empty_like keeps the strides of a dense tensor (for example channels_last); other strides become dense.
         self.strides = [torch.empty_like(param, device="meta").stride() for param in self.params]
         ends = self.offsets[1:] + [self.P]
         self.gaps = [
@@ -160,7 +160,7 @@ class Unit:
                 torch.utils.swap_tensors(param, nn.Parameter(values, self.trainable))  # param stays the same object
 
     def flatten(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A new buffer (P) of the parameters' values, gaps zero."""
+        """A new buffer (P) with the parameters' values, and zeros in the gaps."""
         return self.fill(torch.empty(self.P, dtype=dtype, device=device), self.params)
 
     def grads(self) -> list[torch.Tensor | None]:
@@ -169,7 +169,7 @@ class Unit:
             return list(map(grad_of, self.params))
 
     def grads_arrived(self) -> int:
-        """How many parameters have such a gradient."""
+        """How many parameters have a .grad that is not in a flat buffer yet."""
         return len(self.params) - count_none(self.grads())
 
     def note_used(self, grads: list[torch.Tensor | None]) -> None:
@@ -180,7 +180,7 @@ class Unit:
             self.used |= sum(1 << index for index, grad in enumerate(grads) if grad is not None)
 
     def take_grads(self, accumulate_dtype: torch.dtype) -> None:
-        """Move every parameter's .grad into `local_grad` (P): the first is copied, further ones are added.
+        """Move every parameter's .grad into `local_grad` (P): the first is copied, later ones are added.
 
         Sums of several micro-batches are kept in `accumulate_dtype`: bf16 would stall (512 times
         1.0 adds up to 256). A parameter without a gradient counts as zero.
@@ -189,15 +189,15 @@ class Unit:
         self.note_used(grads)
         with plainly():
             if self.local_grad is None and self.is_dense and not count_none(grads):
-                self.local_grad = _flatten_dense_tensors(grads)  # one operation, with the next branch's result
+                self.local_grad = _flatten_dense_tensors(grads)  # one operation, same result as the next branch
             elif self.local_grad is None:
                 self.local_grad = torch.empty(self.P, dtype=self.params[0].dtype, device=self.params[0].device)
                 self.fill(self.local_grad, grads)
             else:
                 self.local_grad = self.local_grad.to(accumulate_dtype)
-                present = [(view, grad) for view, grad in zip(self.views(self.local_grad), grads) if grad is not None]
-                if present:
-                    torch._foreach_add_(*map(list, zip(*present)))
+                pairs = [(view, grad) for view, grad in zip(self.views(self.local_grad), grads) if grad is not None]
+                if pairs:
+                    torch._foreach_add_(*map(list, zip(*pairs)))
             for param in self.params:
                 set_grad(param, None)
 
@@ -214,18 +214,18 @@ class Unit:
     def fill(self, buffer: torch.Tensor, tensors: list) -> torch.Tensor:
         """buffer (P) <- one tensor a parameter; zero where it is None and in the gaps."""
         views = self.views(buffer)
-        present = [(view, tensor) for view, tensor in zip(views, tensors) if tensor is not None]
-        missing = [view for view, tensor in zip(views, tensors) if tensor is None]
-        blanks = missing + [buffer[start:end] for start, end in self.gaps]
+        pairs = [(view, tensor) for view, tensor in zip(views, tensors) if tensor is not None]
+        without_tensor = [view for view, tensor in zip(views, tensors) if tensor is None]
+        zero_views = without_tensor + [buffer[start:end] for start, end in self.gaps]
         with torch.no_grad():
-            if present:
-                torch._foreach_copy_(*map(list, zip(*present)))
-            if blanks:
-                torch._foreach_zero_(blanks)
+            if pairs:
+                torch._foreach_copy_(*map(list, zip(*pairs)))
+            if zero_views:
+                torch._foreach_zero_(zero_views)
         return buffer
 
     def show(self, views: list[torch.Tensor]) -> None:
-        """Make the parameters these views; `nan_views` hides them."""
+        """Give the parameters the memory of these views; `nan_views` hides them."""
         if views is not self.visible:
             cls = HiddenParameter if views is self.nan_views else HeldParameter
             with plainly():
@@ -235,7 +235,7 @@ class Unit:
             self.visible = views
 
     def hide(self) -> None:
-        """Outside its turn: the right shapes, no memory, and no value that an operation could read."""
+        """Outside the unit's turn, parameters keep shapes but have no memory or values."""
         self.show(self.nan_views)
 
     def by_group(self, owned: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -243,7 +243,7 @@ class Unit:
         return [(run.group, owned[run.low : run.high]) for run in self.runs[owned.numel()]]
 
     def used_pieces(self, owned: torch.Tensor) -> Iterator[tuple[int, nn.Parameter, torch.Tensor]]:
-        """(group, piece, its part of `owned`) of each piece that any rank used since zero_grad(), to update."""
+        """Yield (group, piece, its part of `owned`) for each piece that any rank used since zero_grad()."""
         for run, (group, piece), (_, view) in zip(self.runs[owned.numel()], self.pieces, self.by_group(owned)):
             if self.used_anywhere >> run.first & (1 << run.after - run.first) - 1:
                 yield group, piece, view

@@ -23,7 +23,7 @@ BITS = 63  # of an int64, without its sign
 
 
 def agree(zero) -> None:
-    """Compare digests and options, reduce late gradients, learn what any rank used. RuntimeError. Collective."""
+    """Compare digests and options, reduce late gradients, exchange `used`. RuntimeError. Collective."""
     late = []
     for unit in zero.trainable:
         watch.check_reduced(unit)
@@ -62,14 +62,14 @@ def leave_unused_alone(zero, unit: Unit) -> None:
         zero.update.wait_for_mean(unit)
         unit.mean_grad = None
         return
-    unused = {index for index in range(len(unit.params)) if not unit.used_anywhere >> index & 1}
-    mixed = set()
-    for run in unit.runs[unit.P] if unused else ():
+    unused_indices = {index for index in range(len(unit.params)) if not unit.used_anywhere >> index & 1}
+    indices = set()
+    for run in unit.runs[unit.P] if unused_indices else ():
         members = set(range(run.first, run.after))
-        if not members <= unused:
-            mixed |= members & unused
-    if mixed:
-        pieces.set_apart(zero, unit, mixed)
+        if not members <= unused_indices:
+            indices |= members & unused_indices
+    if indices:
+        pieces.set_apart(zero, unit, indices)
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -87,16 +87,16 @@ def refuse_other_options(zero, options: dict[str, str]) -> None:
     all_options = zero.comm.host.gather(options)
     for rank, other in enumerate(all_options):
         for name in all_options[0] | other:
-            ours, theirs = all_options[0].get(name, "missing"), other.get(name, "missing")
-            if ours != theirs:
+            first, value = all_options[0].get(name, "missing"), other.get(name, "missing")
+            if first != value:
                 raise RuntimeError(
-                    f"{name} is {ours} on rank 0 but {theirs} on rank {rank}: set it alike on every rank; a scheduler "
+                    f"{name} is {first} on rank 0 but {value} on rank {rank}: set it alike on every rank; a scheduler "
                     "that looks at the loss needs the mean over ranks"
                 )
 
 
 def compare_values(zero, units: list[Unit]) -> None:
-    """RuntimeError, on every rank, if these units were written to and are not the same everywhere."""
+    """RuntimeError, on every rank, if the values of these units differ between ranks, after the user wrote to them."""
     if not units:
         return
     checksums = [zlib.crc32(unit.full.detach().cpu().view(torch.uint8).numpy()) for unit in units]
@@ -119,9 +119,9 @@ def pack(numbers: list[tuple[int, int]]) -> list[int]:
     [5]
     """
     bits = width = 0
-    for number, its_width in numbers:
+    for number, number_width in numbers:
         bits |= number << width
-        width += its_width
+        width += number_width
     return [bits >> start & (1 << BITS) - 1 for start in range(0, width, BITS)]
 
 
@@ -131,7 +131,7 @@ def unpack(rows: list[list[int]]) -> int:
     >>> unpack([[5, 1], [2, 0]]) == 7 + (1 << BITS)
     True
     """
-    merged = 0
+    bits = 0
     for row in rows:
-        merged |= sum(word << index * BITS for index, word in enumerate(row))
-    return merged
+        bits |= sum(word << index * BITS for index, word in enumerate(row))
+    return bits

@@ -3,7 +3,7 @@
 Each rank checks its own arguments, then ranks exchange the results: if one has a reason to refuse, or
 two have different arguments, every rank raises, so that no rank waits for one that has stopped.
 
-Left out: mistakes that only show while training (watch.py, parameter.py, zero3.py).
+Left out: mistakes that appear only during training (watch.py, parameter.py, zero3.py).
 """
 
 import os
@@ -19,15 +19,15 @@ from zero_mini.binding.units import find_blocks
 from zero_mini.comm import Comm
 from zero_mini.update.loss_scale import LossScaler
 
-# They update an element from its own gradient and state alone.
+# Optimizers that update each element from its own gradient and state only.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "Rprop", "ASGD")
 
 
 def known_class(optimizer: torch.optim.Optimizer) -> type | None:
-    """The class of torch.optim that does the update: the optimizer's own, or a base of which it overrides no method."""
-    known = [getattr(torch.optim, name) for name in ELEMENTWISE]
+    """The class of torch.optim that does the update: its own, or a base class if it overrides no method."""
+    known_classes = [getattr(torch.optim, name) for name in ELEMENTWISE]
     for cls in type(optimizer).__mro__:
-        if cls in known:
+        if cls in known_classes:
             return cls
         if any(
             callable(value) and hasattr(torch.optim.SGD, name) and name != "__init__"
@@ -147,9 +147,9 @@ class Plan:
             if buffer.is_meta:
                 return f"the buffer {name} is on the meta device: build it on a real one, only parameters start there"
         for what in ("dtype", "device"):
-            seen = {getattr(param, what): name for name, param in self.params.items()}
-            if len(seen) > 1:
-                (one, a), (two, b) = list(seen.items())[:2]
+            names = {getattr(param, what): name for name, param in self.params.items()}
+            if len(names) > 1:
+                (one, a), (two, b) = list(names.items())[:2]
                 return f"the {what} of {a} is {one}, of {b} it is {two}: bring the model to one {what} before zeroify()"
         if not any(param.requires_grad for param in self.params.values()):
             return f"{type(self.model).__name__} has no parameter that requires a gradient: there is nothing to train"
@@ -197,19 +197,19 @@ class Plan:
         if any(state.get("step", 1) > 0 for state in self.optimizer.state.values()):
             return f"{kind.__name__} already has state for {len(self.optimizer.state)} parameters: wrap before a step"
         names = {id(param): name for name, param in self.params.items()}
-        grouped = set()
+        grouped_ids = set()
         for index, group in enumerate(self.optimizer.param_groups):
             for position, param in enumerate(group["params"]):
                 if id(param) not in names:
                     return f"group {index}, parameter {position} {tuple(param.shape)} is not a parameter of the model"
-                grouped.add(id(param))
+                grouped_ids.add(id(param))
         for name, param in self.params.items():
-            if param.requires_grad and id(param) not in grouped:
+            if param.requires_grad and id(param) not in grouped_ids:
                 return f"{name} requires a gradient but is in no param group: give it to the optimizer or freeze it"
         return None
 
     def arguments(self) -> dict[str, str]:
-        """What must be the same on every rank: its name in the error message -> its value in words."""
+        """The arguments that must be the same on every rank: name in the error message -> value as text."""
         optimizer = type(self.optimizer)
         descriptions = {
             "stage": str(self.stage),
@@ -233,7 +233,7 @@ class Plan:
 
 
 def check_everywhere(plan: Plan, comm: Comm) -> None:
-    """ValueError on every rank if any has a reason, or if two have different arguments."""
+    """ValueError on every rank if any rank has a reason to refuse, or if two ranks have different arguments."""
     arguments = plan.arguments() if plan.reason is None else {}
     rows = comm.host.gather((plan.reason, arguments))
     for rank, (reason, _) in enumerate(rows):

@@ -61,7 +61,7 @@ def showing_grads(zero, units: list[Unit]) -> Iterator[None]:
 
 
 def named_parameters(zero) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, value) of every parameter, whole, in the master's dtype: for an EMA, say. Collective, one unit at a time.
+    """(name, value) of every whole parameter, in the master's dtype, for example for an EMA. Collective, unit by unit.
 
         for name, value in zero.named_parameters():
             average[name].lerp_(value, 0.001)
@@ -121,7 +121,7 @@ def wait_for_arrival(zero, unit: Unit) -> None:
 
 
 def add_gradient(zero, unit: Unit, grad: torch.Tensor, indices: list[int]) -> None:
-    """Add it to the mean (P or S) that the optimizer will get, for these parameters of the unit."""
+    """Add `grad`, of these parameters of the unit, to the mean (P or S) that the optimizer will get."""
     unscale = 1.0 if zero.factor.value is None else 1 / zero.factor.value  # the factor multiplies it later
     grad = grad.to(unit.master.device) * unscale
     unit.mean_grad = grad if unit.mean_grad is None else unit.mean_grad.to(zero.master_dtype) + grad
@@ -130,7 +130,7 @@ def add_gradient(zero, unit: Unit, grad: torch.Tensor, indices: list[int]) -> No
 
 
 def gather_whole(zero, unit: Unit, owned: torch.Tensor) -> torch.Tensor:
-    """owned, (P) or slices (S) -> all of it (P)."""
+    """owned (P), or this rank's slice (S) -> the whole buffer (P)."""
     owned = owned.to(zero.device)
     if owned.numel() == unit.P:
         return owned
@@ -142,7 +142,7 @@ def gather_whole(zero, unit: Unit, owned: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def showing(zero, units: list[Unit], write: bool) -> Iterator[None]:
     """Inside the block, the parameters of these units are whole."""
-    if zero.showing_whole:  # state_dict() under full_params(), say
+    if zero.showing_whole:  # for example state_dict() under full_params()
         yield
         return
     if backward_is_running():
@@ -152,7 +152,7 @@ def showing(zero, units: list[Unit], write: bool) -> Iterator[None]:
     with torch.no_grad():
         for unit in units:
             watch.check_untouched(unit)
-            wait_for_arrival(zero, unit)  # a gather in flight must not overwrite what is written
+            wait_for_arrival(zero, unit)  # a gather in flight must not overwrite the user's writes
             with zero.update.in_memory(unit):
                 buffer = gather_whole(zero, unit, unit.master)
             old_views.append(unit.visible)

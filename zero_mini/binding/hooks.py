@@ -1,17 +1,17 @@
 """Hooks of a model and its optimizer that run the moments of the script.
 
-    the model's forward pre-hook and hook   begin_forward; inputs cast on the way in, outputs on the way out
+    the model's forward pre-hook and hook   begin_forward; casts inputs and outputs
     forward pre-hook of a unit's module     before_forward
     forward hook                            after_forward; hooks every output that needs a gradient
-    the first of those outputs' gradients   send_ready, before_backward: backward enters the unit at its end
-    a gradient from its middle              send_ready
+    the first of those outputs' gradients   send_ready, before_backward: the unit's backward begins
+    the gradient of its `middle` parameter  send_ready
     end of the outermost backward           end_backward
     the optimizer's step hooks              begin_step, after_step
 
 A unit's output may be a tensor, or tuples, lists, dicts and dataclasses of tensors: full-backward
 hooks of modules work for the first two only, and do not run for the rest. A recompute (activation
 checkpointing) runs forward hooks in the middle of a backward. The callback for the end of a
-backward is queued at its first event, which is in the outermost one: a callback queued inside a
+backward is queued at its first event, which is in the outermost backward: a callback queued inside a
 re-entrant recompute would run at the end of that inner backward.
 
 Left out: outputs in other objects, for example an attribute of the module. Hooks do not see their
@@ -76,7 +76,7 @@ def enter_forward(zero, unit: Unit, module, args) -> None:
     if not zero.showing_whole:
         refuse_transforms()
         if backward_is_running():
-            begin_backward(zero)  # a recompute: this is still the outermost backward, later is not
+            begin_backward(zero)  # a recompute: this event is in the outermost backward, the next may not be
         elif zero.backward.running:
             zero.backward = type(zero.backward)()  # an earlier backward failed: drop its state
         zero.before_forward(unit)
@@ -93,14 +93,14 @@ def leave_forward(zero, unit: Unit, module, args, kwargs, output) -> None:
 
 
 def hook_outputs(zero, unit: Unit, output: object, inputs: object = ()) -> None:
-    """Backward enters the unit with the first gradient of its outputs. An input that is returned is not an output."""
+    """The unit's backward begins at the first gradient of an output. A returned input does not count as an output."""
     input_ids = {id(tensor) for tensor in tensors_in(inputs)}
     outputs = list(tensors_in(output))
-    outputs += [t._base for t in outputs if t._is_view()]  # a change of a view in place disables the view's own hook
+    outputs += [t._base for t in outputs if t._is_view()]  # an in-place change of a view disables its hook
     tensors = [t for t in outputs if t.grad_fn is not None and id(t) not in input_ids]
     if tensors:
         unit.pending_backwards += 1
-        last_backward: list[int] = []  # the id of the last backward that entered here, by any output
+        last_backward: list[int] = []  # id of the last backward that reached any of these outputs
         for tensor in tensors:
             tensor.register_hook(partial(enter_backward, zero, unit, last_backward))
 
@@ -125,13 +125,13 @@ def begin_backward(zero) -> None:
         # torch.autograd.grad() and backward(inputs=...) do not collect gradients in all parameters: reduce nothing.
         backward.running, backward.collecting = True, torch.autograd._is_checkpoint_valid()
         backward.unsent = list(zero.trainable) if backward.collecting else []
-        if backward.collecting and zero.factor.value is not None:  # a clip applies only to gradients before it
+        if backward.collecting and zero.factor.value is not None:  # the factor must not scale this backward's gradients
             zero.update.hand_means_to_optimizer()
         torch.autograd.Variable._execution_engine.queue_callback(torch.no_grad()(zero.end_backward))
 
 
 def hook_optimizer(zero) -> None:
-    """step() and zero_grad() run the script's moments; methods that would mislead raise."""
+    """step() and zero_grad() run the script's moments; methods that would see or copy only shards raise."""
     optimizer = zero.optimizer
 
     def before_step(_, args, kwargs):

@@ -3,7 +3,7 @@
     stages 1, 2   the values are in flight to every rank: wait for them; other ranks need not do anything
     stage 3       if a module of the model runs (the encoder alone, a head on parts of a sequence, a block's forward
                   that is called directly), it runs on all ranks: gather the unit, for this one operation. Anything
-                  else raises: a loop over model.parameters() on one rank would wait for the others for ever
+                  else raises: a loop over model.parameters() on one rank would wait for the others forever
 
 At stage 3 such an operation is a turn of its own. Its outputs get the hooks of a unit's outputs, so that backward
 gathers the unit again before it reaches this operation. A view of the parameter would outlive the turn, so the caller
@@ -27,20 +27,20 @@ CALL = nn.Module._call_impl.__code__
 
 
 def run(operation: Callable, args: tuple, kwargs: dict) -> object:
-    """operation(*args, **kwargs), with the values of all hidden parameters among its arguments. RuntimeError."""
-    hidden = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, HiddenParameter)]
-    units: list[Unit] = list(dict.fromkeys(param.unit for param in hidden))
-    what = f"{name_of(operation)} of {hidden[0].name_in_model}"
+    """operation(*args, **kwargs), after all hidden parameters among its arguments got their values. RuntimeError."""
+    hidden_params = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, HiddenParameter)]
+    units: list[Unit] = list(dict.fromkeys(param.unit for param in hidden_params))
+    what = f"{name_of(operation)} of {hidden_params[0].name_in_model}"
     for unit in units:
         unit.stage().fetch(unit, what)
-    if any(isinstance(param, HiddenParameter) for param in hidden):
+    if any(isinstance(param, HiddenParameter) for param in hidden_params):
         raise RuntimeError(
             f"{what}: it needs {' and '.join(unit.name for unit in units)} at once, for which stage 3 has no room: "
             "do it under zero.full_params()"
         )
-    versions = [param._version for param in hidden]
+    versions = [param._version for param in hidden_params]
     result = operation(*args, **kwargs)
-    for param, version in zip(hidden, versions):
+    for param, version in zip(hidden_params, versions):
         if param._version != version:
             param.unit.stage().check_write(param.unit, what)
     for unit in units:
@@ -68,7 +68,7 @@ def forward_is_running(model: nn.Module) -> bool:
 
 
 def backward_is_running() -> bool:
-    """Is this thread inside a backward pass (of a recompute's forward, say)?"""
+    """Is this thread inside a backward pass (for example in the forward of a recompute)?"""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -79,7 +79,7 @@ class Copies:
         self.entries: list[tuple[weakref.ref, int, str]] = []
 
     def detached_from(self, unit: Unit, result: object) -> object:
-        """The result, with copies in place of views of the memory that the unit's parameters have now."""
+        """The result, with copies in place of views of the unit's parameters."""
         memory = unit.visible[0].untyped_storage()._cdata
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class Copies:
         return tree_map_only(torch.Tensor, copy, result)
 
     def check(self) -> None:
-        """RuntimeError if one was written to."""
+        """RuntimeError if a copy was written to."""
         entries, self.entries = self.entries, []
         for reference, version, name in entries:
             clone = reference()

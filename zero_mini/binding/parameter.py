@@ -1,4 +1,4 @@
-"""What a parameter becomes when its values are in a unit's flat buffer.
+"""The classes of a parameter whose values are in a unit's flat buffer.
 
     HeldParameter    a parameter of the model while its values are in place; operations see an ordinary parameter
     HiddenParameter  the same object while its values are elsewhere; shape, dtype, flags and hooks can be used
@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 # torch's own .grad, without the checks of these classes: grad_of(param), set_grad(param, value).
 grad_of, set_grad = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
-set_data = torch.Tensor.data.__set__  # gives a parameter other memory, and leaves its version counter alone
-plainly = torch._C.DisableTorchFunctionSubclass  # `with plainly():` hidden parameters and shards are plain tensors
+set_data = torch.Tensor.data.__set__  # gives a parameter other memory, without a change of its version counter
+plainly = torch._C.DisableTorchFunctionSubclass  # inside `with plainly():` subclasses act as plain tensors
 
 NO_COPY = (
     "parameters are views of flat buffers that ranks share, so this model cannot be copied or pickled: "
@@ -31,7 +31,7 @@ NO_COPY = (
 
 
 class HeldParameter(nn.Parameter):
-    """A parameter of `unit`, whose flat buffer has its values and takes its gradient."""
+    """A parameter of `unit`, whose flat buffers hold its values and its gradient."""
 
     @property
     def name_in_model(self) -> str:
@@ -63,7 +63,7 @@ class HeldParameter(nn.Parameter):
         """The values. A write reaches the master under full_params(), and in fp32 at stages 0 to 2; else it raises."""
         if self.unit.is_whole:
             return torch.Tensor.data.__get__(self)
-        return self.detach()  # shares the version counter, with which the step finds writes
+        return self.detach()  # shares the version counter, so that the step detects writes
 
     @data.setter
     def data(self, value):
@@ -116,7 +116,7 @@ class HiddenParameter(HeldParameter):
         if operation in METADATA:
             with plainly():
                 return operation(*args, **kwargs)
-        if operation in GRADIENTS:  # with respect to this parameter: a graph edge can stand for it
+        if operation in GRADIENTS:  # with respect to this parameter: its graph edge is enough
             with plainly():
                 args, kwargs = tree_map_only(HiddenParameter, torch.autograd.graph.get_gradient_edge, (args, kwargs))
             return operation(*args, **kwargs)
@@ -189,11 +189,11 @@ def name_of(operation) -> str:
 
 
 def existing(owner: object, names: str) -> set:
-    """The attributes of `owner` with these names, as far as this release of torch has them."""
+    """The attributes of `owner` with these names, those that this release of torch has."""
     return {getattr(owner, name) for name in names.split() if hasattr(owner, name)}
 
 
-# Operations that need no values, or none of this parameter.
+# Operations that do not read this parameter's values.
 METADATA = (
     {
         attribute.__get__

@@ -1,7 +1,7 @@
 """What the optimizer sees in place of parameters: its pieces, which are ranges of this rank's masters.
 
     a param group of a unit   one piece: the part of the group in this rank's slice, 1/N of the unit
-    unused in a step          a parameter that no rank used, in a piece with used ones, gets a piece of its own: the
+    unused in a step          a parameter that no rank used, in a piece with used ones, gets a separate piece: the
                               optimizer skips it and counts no step for it, as torch does when a gradient is None
     unfrozen                  parameters that were frozen at zeroify() get pieces at requires_grad_(True)
 
@@ -69,13 +69,13 @@ def set_apart(zero, unit: Unit, indices: set[int]) -> None:
 
 def set_apart_what_differs(zero, unit: Unit, numbers: list) -> None:
     """Parameters of one run whose optimizer states have different numbers, such as steps, get pieces of their own."""
-    differ = set()
+    indices = set()
     for run in unit.runs[unit.P]:
         members = range(run.first, run.after)
         if any(numbers[index] != numbers[run.first] for index in members):
-            differ |= set(members)
-    if differ:
-        set_apart(zero, unit, differ)
+            indices |= set(members)
+    if indices:
+        set_apart(zero, unit, indices)
 
 
 def unfreeze(zero, param: HeldParameter) -> None:
@@ -108,10 +108,10 @@ def set_open(zero, is_open: bool) -> None:
 def updating(zero) -> Iterator[None]:
     """Inside the block, the optimizer's parameters may be changed outside step(), as schedule-free's eval() does.
 
-    At the end the model gets the new values. Collective. `optimizer.eval()` and `optimizer.train()` use it themselves.
+    At the end the model gets the new values. Collective. `optimizer.eval()` and `optimizer.train()` call it themselves.
     """
     zero.check_step()
-    recording, zero.comm.ledger.recording = zero.comm.ledger.recording, False
+    was_recording, zero.comm.ledger.recording = zero.comm.ledger.recording, False
     try:
         with contextlib.ExitStack() as masters:
             for unit in zero.trainable:
@@ -127,11 +127,11 @@ def updating(zero) -> Iterator[None]:
         for unit in zero.trainable:
             zero.publish(unit)
     finally:
-        zero.comm.ledger.recording = recording
+        zero.comm.ledger.recording = was_recording
 
 
 def is_elementwise(value: object, piece: torch.Tensor) -> bool:
-    """Is it a number for each element, as a momentum, and not one for all elements, as a step?
+    """Does the value have one number for each element (a momentum), and not one for all elements (a step)?
 
     >>> is_elementwise(torch.zeros(3), torch.ones(3)), is_elementwise(torch.tensor(1.0), torch.ones(3))
     (True, False)

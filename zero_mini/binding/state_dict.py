@@ -7,7 +7,7 @@ Both are collective, and every rank gets the whole state: to save, call it on ev
 `model.state_dict()` returns a snapshot (only stage 0 in fp32 returns the live values, as torch does): to change
 parameters, use `load_state_dict` or `full_params`.
 
-Left out: sharded checkpoints, which never need the whole (checkpoint/sharded.py).
+Left out: sharded checkpoints, which never gather the whole state (checkpoint/sharded.py).
 """
 
 import contextlib
@@ -62,9 +62,9 @@ def load_state_dict(zero, state: dict) -> None:
 
     ValueError if it is from another model, or has other param groups.
     """
-    missing = [name for unit in zero.trainable for name in unit.names if name not in state["optimizer"]]
-    if state["optimizer"] and missing:
-        raise ValueError(f"the state has no optimizer entry for {missing[0]}: it is another model's")
+    absent_names = [name for unit in zero.trainable for name in unit.names if name not in state["optimizer"]]
+    if state["optimizer"] and absent_names:
+        raise ValueError(f"the state has no optimizer entry for {absent_names[0]}: it is another model's")
     if len(state["groups"]) != len(zero.optimizer.param_groups):
         raise ValueError(
             f"the state has {len(state['groups'])} param groups, the optimizer {len(zero.optimizer.param_groups)}: "
@@ -140,10 +140,9 @@ def on_cpu(value: object) -> object:
 def hook_state_dicts(zero) -> None:
     """Let state_dict() and load_state_dict() of every module show whole values while they run."""
     for module in zero.model.modules():
+        # torch sets attributes of a hook: a separate partial for each
         module.register_state_dict_pre_hook(partial(enter_call, zero))
-        module.register_state_dict_post_hook(
-            partial(leave_call, zero)
-        )  # torch sets attributes of a hook: a separate partial for each
+        module.register_state_dict_post_hook(partial(leave_call, zero))
         module.register_load_state_dict_pre_hook(partial(enter_load, zero))
         module.register_load_state_dict_post_hook(partial(leave_call, zero))
 
@@ -158,7 +157,7 @@ def refuse_step_inside(zero) -> None:
 
 
 def close_broken_calls(zero) -> None:
-    """Nothing else runs during a state_dict() call: one that is still open has ended with an exception."""
+    """End calls that raised: nothing else runs during a state_dict() call, so a call that is still open has failed."""
     while zero.open_calls:
         zero.open_calls.pop().__exit__(None, None, None)
 

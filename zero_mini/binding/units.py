@@ -54,15 +54,15 @@ def merge_blocks(model: nn.Module, least_numel: int) -> list[list[nn.Module]]:
     >>> [len(modules) for modules in merge_blocks(model, 7)]
     [2, 1]
     """
-    merged: list[list[nn.Module]] = []
-    missing = 0
+    groups: list[list[nn.Module]] = []
+    numel_to_add = 0
     for _, block in find_blocks(model):
-        if missing <= 0:
-            merged.append([])
-            missing = least_numel
-        merged[-1].append(block)
-        missing -= sum(param.numel() for param in block.parameters())
-    return merged
+        if numel_to_add <= 0:
+            groups.append([])
+            numel_to_add = least_numel
+        groups[-1].append(block)
+        numel_to_add -= sum(param.numel() for param in block.parameters())
+    return groups
 
 
 def make_units(model: nn.Module, blocks: list[tuple[str, Sequence[nn.Module]]], group_of: dict, rank, world_size):
@@ -72,24 +72,24 @@ def make_units(model: nn.Module, blocks: list[tuple[str, Sequence[nn.Module]]], 
     parameter that two blocks share, or a block and the root, belongs to the root, once.
     """
     owner: dict[int, nn.Module] = {}
-    inside = {id(module): block[0] for _, block in blocks for part in block for module in part.modules()}
+    block_of = {id(module): block[0] for _, block in blocks for part in block for module in part.modules()}
     for module in model.modules():
         for param in module.parameters(recurse=False):
-            home = inside.get(id(module), model)
+            home = block_of.get(id(module), model)
             owner[id(param)] = home if owner.get(id(param), home) is home else model
     units = []
     for name, block in [("root", [model]), *((name, block) for name, block in blocks if block[0] is not model)]:
         entries = [(n, p) for n, p in model.named_parameters() if owner[id(p)] is block[0]]
         kinds = {"": (True, True), " (frozen)": (False, True), " (frozen, ungrouped)": (False, False)}
-        for kind, (trainable, grouped) in kinds.items():
+        for kind, (trainable, in_group) in kinds.items():
             selection = [
                 (group_of.get(id(p), 0), n, p)
                 for n, p in entries
-                if (p.requires_grad, id(p) in group_of) == (trainable, grouped)
+                if (p.requires_grad, id(p) in group_of) == (trainable, in_group)
             ]
             if selection:
                 groups, names, params = zip(*sorted(selection, key=lambda entry: entry[0]))
-                shape = list(names), list(params), list(groups), rank, world_size
+                layout = list(names), list(params), list(groups), rank, world_size
                 middle = selection[len(selection) // 2][2]
-                units.append(Unit(f"{name}{kind}", tuple(block), *shape, block[0] is model, grouped, middle))
+                units.append(Unit(f"{name}{kind}", tuple(block), *layout, block[0] is model, in_group, middle))
     return units

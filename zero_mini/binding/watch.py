@@ -1,4 +1,4 @@
-"""Mistakes that only show while training: each raises before it can change a number, and names its remedy.
+"""Mistakes that appear only during training: each raises before it changes a number, and names its remedy.
 
     a gradient was never sent, because no backward ran
       outside no_sync()                                    at the step                      check_reduced
@@ -69,10 +69,10 @@ class Layout:
 
     def check(self) -> None:
         """RuntimeError if the model has a parameter that no unit has. (A removed parameter counts as unused.)"""
-        is_as_it_was = sum(map(len, self.tables)) == len(self.entries) and all(
+        is_unchanged = sum(map(len, self.tables)) == len(self.entries) and all(
             map(operator.is_, self.now(), self.entries)
         )
-        if is_as_it_was:
+        if is_unchanged:
             return
         for name, param in self.model.named_parameters():
             if not hasattr(param, "unit"):

@@ -3,7 +3,7 @@
     total = (sum over ranks r of partial_r^p)^(1/p)      p-norm, from the norms of slices alone
     g <- g min(1, max_norm / (total + 1e-6))             as torch.nn.utils.clip_grad_norm_ does it
 
-The norm of a vector follows from the norms of its parts, however it is divided, so each rank sends one number. All
+The norm of a vector can be computed from the norms of its parts, so each rank sends one number. All
 stages divide every unit into the same N slices, so that the total is the same float at every stage.
 
 Left out: clipping by value; `zero.full_params(grads=True)` shows gradients for that.
@@ -16,15 +16,15 @@ import torch
 def clip_grad_norm_(zero, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale gradients so that their norm over all parameters is at most `max_norm`.
 
-    Returns the norm before (0-dim, on the device): the same float on every rank and at every
-    stage, since each sums the same N partial norms, one for a slice of every unit.
+    Returns the norm before clipping (0-dim, on the device): the same float on every rank and at every
+    stage, because each rank sums the same N partial norms. Partial norm r is that of slice r of all units.
     """
     zero.collect_means()
     factor = zero.factor
     if factor.clipped:
         zero.update.hand_means_to_optimizer()
     total = zero.comm.total_norm(zero.partial_norms(norm_type), norm_type)
-    unscale = factor.value  # 1 / the loss scale: a power of two, so it does not matter when it is multiplied in
+    unscale = factor.value  # 1 / the loss scale: a power of two, so the order of multiplications does not matter
     if unscale is not None:
         total = total * unscale
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -35,7 +35,7 @@ def clip_grad_norm_(zero, max_norm: float, norm_type: float = 2.0) -> torch.Tens
 
 
 def slice_norm(zero, rank: int, norm_type: float) -> torch.Tensor:
-    """The norm (0-dim) of the gradient slices of rank `rank`, as far as this rank has them."""
+    """The norm (0-dim) of the gradient slices of rank `rank`: of those that this rank has."""
     slices = []
     for unit in zero.trainable:
         if unit.mean_grad is not None:

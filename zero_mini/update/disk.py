@@ -1,4 +1,4 @@
-"""Offload to a folder: master copy and optimizer states are in files, and in memory only for their update.
+"""Offload to a folder: master copy and optimizer states are in files, and in memory only during their update.
 
 Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3 (the offload engine: states on NVMe, in a bounded buffer).
 
@@ -11,7 +11,7 @@ Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3 (the offload engine: states
     CPU            u2  u1  u0
     write              u2  u1  u0  commit
 
-The optimizer keeps its objects; between their turns, masters and states are NaN without memory. A step writes the
+The optimizer keeps its objects; outside a unit's turn, they are NaN tensors without memory. A step writes the
 generation that is not in use; when all ranks have written all of it, they switch to it. So a full or missing disk
 loses no state: every rank raises, and still has its gradients and the states and parameters from before the step.
 
@@ -24,7 +24,7 @@ Files are read and written, not mapped: if a mapped page cannot be read, the pro
 The files are temporary, not a checkpoint: they are deleted with the handle, or when the job ends. The next job that
 uses the folder deletes the files of a killed job.
 
-Left out: gradients and 16-bit parameters on disk; O_DIRECT (the operating system caches as it likes).
+Left out: gradients and 16-bit parameters on disk; O_DIRECT (the operating system may cache the files).
 """
 
 import contextlib
@@ -63,15 +63,15 @@ class StateFiles:
         for path in self.path.iterdir():
             if path.name != "lock":
                 path.unlink()
-        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        start_time = time.strftime("%Y-%m-%d %H:%M:%S")
         (self.path / "README.txt").write_text(
-            f"Optimizer states of a job that is running: {about}, process {os.getpid()}, since {started}.\n"
+            f"Optimizer states of a job that is running: {about}, process {os.getpid()}, since {start_time}.\n"
             "They go when it ends. If there is no such process, this folder can be deleted.\n"
         )
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def take_lock(self) -> TextIOWrapper:
-        """The lock is held as long as the file is open."""
+        """Lock the folder, as long as the returned file is open."""
         self.path.mkdir(exist_ok=True)
         lock = open(self.path / "lock", "w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,19 +116,19 @@ class OnDisk(Offload):
     def __init__(self, zero, folder: Path) -> None:
         super().__init__(zero)
         self.folder, self.reason = folder, None  # reason: why this rank cannot use it
-        self.generation = dict.fromkeys(zero.units, 0)  # the one in use
+        self.generation = dict.fromkeys(zero.units, 0)  # the generation in use
         self.number = {unit: number for number, unit in enumerate(zero.units)}
         # After the master, a unit's file holds these: (number of the piece, key of its state, dtype).
         self.layout: dict[Unit, list[tuple[int, str, torch.dtype]]] = {unit: [] for unit in zero.units}
         is_adam = known_class(zero.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
         values = 3 if is_adam else 1  # master and two states; others: at least the master
-        needed = 2 * sum(unit.S * unit.params[0].element_size() * values for unit in zero.units)
+        bytes_needed = 2 * sum(unit.S * unit.params[0].element_size() * values for unit in zero.units)
         about = f"rank {zero.rank} of {zero.world_size}, a {type(zero.model).__name__} of {len(zero.units)} units"
         try:
             self.files = StateFiles(folder, zero.rank, about)
-            free = shutil.disk_usage(folder).free
-            if free < needed:
-                self.reason = f"{folder} has {free:,} bytes free, and a rank's states take {needed:,}"
+            bytes_free = shutil.disk_usage(folder).free
+            if bytes_free < bytes_needed:
+                self.reason = f"{folder} has {bytes_free:,} bytes free, and a rank's states take {bytes_needed:,}"
         except BlockingIOError:
             self.reason = f"{folder} holds the states of another run that lives; choose another folder"
         except OSError as error:
@@ -141,13 +141,13 @@ class OnDisk(Offload):
         self.refuse_together()
 
     def refuse_together(self) -> None:
-        """ValueError on every rank if one has a reason, so that no rank waits for one that has stopped."""
+        """ValueError on every rank if one rank has a reason, so that no rank waits for one that has stopped."""
         for rank, reason in enumerate(self.zero.comm.host.gather(self.reason)):
             if reason is not None:
                 raise ValueError(f"offload: rank {rank}: {reason}")
 
     def adopt(self, unit: Unit) -> None:
-        """As Offload does; then write the master to its file."""
+        """Move the master to the host, then write it to its file."""
         super().adopt(unit)
         try:
             self.files.write(f"{self.number[unit]}.0", [unit.master])
@@ -165,7 +165,7 @@ class OnDisk(Offload):
         return self.files.read(f"{self.number[unit]}.{self.generation[unit]}", tensors)
 
     def write(self, unit: Unit, tensors: list[Tensor]) -> None:
-        """Write them to the generation that is not in use."""
+        """Write the tensors to the generation that is not in use."""
         self.files.write(f"{self.number[unit]}.{1 - self.generation[unit]}", tensors)
 
     def install(self, unit: Unit, tensors: list[Tensor]) -> None:
@@ -189,7 +189,7 @@ class OnDisk(Offload):
         return tensors
 
     def set_aside(self, unit: Unit) -> None:
-        """Outside the unit's turn: NaN in the right shapes, no memory."""
+        """Replace master and states by NaN of the same shapes, which use no memory."""
         nan = torch.full((), float("nan"), dtype=self.zero.master_dtype)
         self.install(unit, [nan.expand(unit.S)])
         for number, key, dtype in self.layout[unit]:
@@ -213,17 +213,17 @@ class OnDisk(Offload):
     # --- the moments -------------------------------------------------------------------------
 
     def update_all(self, units: list[Unit]) -> None:
-        """Reads run a unit ahead, writes one behind. If one fails: RuntimeError on every rank, and no state changes."""
-        updated: list[Unit] = []
+        """Read one unit ahead, write one behind. If one fails: RuntimeError on every rank, and no state changes."""
+        units_updated: list[Unit] = []
         before = {unit: (self.layout[unit], [self.numbers_of(piece) for _, piece in unit.pieces]) for unit in units}
         next_read: Future | None = self.threads.submit(self.read, units[0]) if units else None
         last_write: Future | None = None
         reason = None
         try:
-            for unit, following in zip(units, [*units[1:], None]):
+            for unit, next_unit in zip(units, [*units[1:], None]):
                 self.install(unit, next_read.result())
-                next_read = self.threads.submit(self.read, following) if following else None
-                updated.append(unit)
+                next_read = self.threads.submit(self.read, next_unit) if next_unit else None
+                units_updated.append(unit)
                 self.update(unit)
                 tensors = self.collect(unit)
                 self.set_aside(unit)
@@ -235,21 +235,21 @@ class OnDisk(Offload):
                 last_write.result()
         except OSError as error:
             reason = f"{self.folder}: {error.strerror or error}"
-        failed = {rank: why for rank, why in enumerate(self.zero.comm.host.gather(reason)) if why is not None}
-        if not failed:
+        reasons = {rank: why for rank, why in enumerate(self.zero.comm.host.gather(reason)) if why is not None}
+        if not reasons:
             for unit in units:
                 self.generation[unit] = 1 - self.generation[unit]
             return
         for future in (next_read, last_write):
             if future is not None:
                 future.exception()
-        restored = self.go_back({unit: before[unit] for unit in updated})
-        rank, why = next(iter(failed.items()))
+        is_restored = self.go_back({unit: before[unit] for unit in units_updated})
+        rank, why = next(iter(reasons.items()))
         raise RuntimeError(
             f"step {self.zero.comm.ledger.steps}: states of rank {rank} in {why}. The step was not taken: "
             + (
                 "states, parameters and gradients are what they were; make room and call optimizer.step() again"
-                if restored
+                if is_restored
                 else "and the states of the step before cannot be read, so load a checkpoint"
             )
         )
@@ -277,12 +277,12 @@ class OnDisk(Offload):
         return True
 
     def replace(self, unit: Unit, values: Tensor) -> None:
-        """And write them to the file."""
+        """Also write the values to the file."""
         with self.in_memory(unit, write=True):
             super().replace(unit, values)
 
     def forget_states(self) -> None:
-        """The states in the files are not read again."""
+        """Drop all states: those in the files are not read again."""
         self.layout = {unit: [] for unit in self.zero.units}
         super().forget_states()
 

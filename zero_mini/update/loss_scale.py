@@ -9,7 +9,7 @@
       no    divided by the scale, clipped, used; after `growth_interval` such steps in a row the scale grows
       yes   the step is skipped on every rank, and the scale backs off
 
-A scale is a power of two, so multiplying by it and dividing again changes no bit of what did not overflow. The host
+A scale is a power of two, so multiplying and dividing by it does not change a number that did not overflow. The host
 must know whether to skip: this is the only place where it waits for the device in a step, and only in fp16.
 
 Source: mixed-precision training, arXiv 1710.03740, section 3.2. The decisions are those of torch.amp.GradScaler,
@@ -43,22 +43,22 @@ class LossScaler:
     most_in_a_row: int = 25  # skipped steps; one more is an error
     good_in_a_row: int = 0
     skipped_in_a_row: int = 0
-    skipped: int = 0  # in all
+    skipped: int = 0  # steps in total
 
     def __post_init__(self):
         """ValueError for settings with which the scale cannot adjust itself."""
-        for name, good, wanted in (
+        for name, is_valid, requirement in (
             ("scale", 0 < self.scale < LARGEST_SCALE, "> 0 and finite"),
             ("growth_factor", 1 < self.growth_factor < LARGEST_SCALE, "> 1"),
             ("backoff_factor", 0 < self.backoff_factor < 1, "between 0 and 1"),
             ("growth_interval", self.growth_interval >= 1, "at least 1"),
             ("most_in_a_row", self.most_in_a_row >= 0, "at least 0"),
         ):
-            if not good:
-                raise ValueError(f"{name} of a loss scaler must be {wanted} (got {getattr(self, name)})")
+            if not is_valid:
+                raise ValueError(f"{name} of a loss scaler must be {requirement} (got {getattr(self, name)})")
 
     def update(self, overflow: bool) -> None:
-        """A step has been taken, or skipped for an overflow. RuntimeError after too many skipped in a row."""
+        """Called after each step, taken or skipped. RuntimeError after too many skipped in a row."""
         if not overflow:
             self.skipped_in_a_row = 0
             self.good_in_a_row += 1
@@ -110,12 +110,12 @@ def stepped(zero) -> bool:
 
 
 def scaler(zero) -> LossScaler | None:
-    """The loss scale, or None: the model does not compute in fp16."""
+    """The loss scale; None if the model does not compute in fp16."""
     return zero.factor.scaler
 
 
 def look_for_overflow(zero) -> None:
-    """All means have arrived: is any element on any rank not finite? From now on `factor.value` is 1 / scale."""
+    """After all means have arrived: is any element on any rank not finite? Set `factor.value` to 1 / scale."""
     if zero.factor.scaler is None or zero.factor.overflow is not None:
         return
     if not zero.factor.scaled and any(unit.mean_grad is not None for unit in zero.trainable):

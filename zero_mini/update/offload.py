@@ -8,16 +8,16 @@ Source: ZeRO-Offload, arXiv 2101.06840, sections 3 (which tensors move) and 4 (w
     stage 3              2/N           14/N                  14/N
     over PCIe, a step    2/N down (gradients), 2/N up (parameters): 16 bits each, whatever the optimizer keeps
 
-and gradients of at most three units on the GPU, also at stage 1. In host memory, sums of micro-batches take 4/N more.
+plus gradients of at most three units on the GPU, also at stage 1. In host memory, sums of micro-batches take 4/N more.
 
-No other split sends less: it cuts the graph of a step only at edges of 2 bytes a parameter. Work that grows with the
-number of tokens stays on the GPU; work that is done once a step is on the CPU (the paper's section 3.3).
+No other split sends less: this one cuts the graph of a step only at edges of 2 bytes a parameter. Work that grows
+with the number of tokens stays on the GPU; work that is done once a step is on the CPU (the paper's section 3.3).
 
 unlike on_device.py, at stage 1, 2 or 3:
   - adopt:          moves the master to the host; stage 3 keeps a 16-bit slice (S) on the GPU, the source of gathers
   - receive:        copies a mean down, without waiting, while backward continues; a thread on the host adds the mean of
                     a further micro-batch, while this thread launches the GPU's kernels
-  - wait_for_mean:  waits until the mean is in host memory: only here the host waits
+  - wait_for_mean:  waits until the mean is in host memory: the host's only wait in a step
   - update_masters: one unit after the other: fp32 gradients of this unit, the optimizer's own step, a cast, a copy up
   - write_cast:     copies the cast up, while the next unit is updated
   - settle_cast:    gathers start when the cast is on the GPU
@@ -28,10 +28,10 @@ unlike on_device.py, at stage 1, 2 or 3:
     CPU                                    update u2   update u1  update u0
     up                                                 u2         u1     u0
 
-The arithmetic is that of the same stage without offload: on a CPU the results are the same to the bit. On a GPU,
+The arithmetic is that of the same stage without offload: on a CPU the results are bit-identical. On a GPU,
 torch's CPU optimizer replaces its CUDA one, and the last bits differ.
 
-Left out: updates that run beside the next forward (the paper's section 5.2, which changes results);
+Left out: updates that run during the next forward (the paper's section 5.2, which changes results);
 several NUMA nodes.
 """
 
@@ -52,9 +52,9 @@ PART = 2**23  # elements that are updated at a time
 
 
 class Link:
-    """Copies between GPU and host, in order, on a stream of their own. On a CPU they are ordinary copies.
+    """Copies between GPU and host, in order, on a separate stream. On a CPU they are ordinary copies.
 
-    Memory on the GPU belongs to the stream that computes: the source of a copy down is kept until that stream waits
+    GPU memory belongs to the compute stream: the source of a copy down is kept until that stream waits
     for the copy, and only then freed.
     """
 
@@ -62,7 +62,7 @@ class Link:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.last_source: tuple[Tensor, torch.cuda.Event] | None = None  # the source of the last copy down
-        self.staging: list[Tensor] = []  # two pinned buffers, in turns the source of copies up
+        self.staging: list[Tensor] = []  # two pinned buffers, alternately the source of copies up
         self.last_copies: list[torch.cuda.Event] = []  # the last copy from each
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -121,13 +121,13 @@ class Offload(OnDevice):
         self.resident: dict[Unit, Tensor] = {}  # stage 3: this rank's slice (S), in the model's dtype, on the GPU
         self.landing: dict[Unit, Tensor] = {}  # where a mean (S) arrives in host memory
         self.sums: dict[Unit, Tensor] = {}  # of several micro-batches (S), in the master's dtype
-        self.falling: dict[Unit, Callable[[], object]] = {}  # means in flight to the host: what waits for it
+        self.falling: dict[Unit, Callable[[], object]] = {}  # means in flight to the host: a function that waits
         self.adder = ThreadPoolExecutor(1)  # adds means, while this thread launches the GPU's kernels
         self.rising: dict[Unit, torch.cuda.Event | None] = {}  # casts in flight to the GPU
         self.sent: deque[Unit] = deque()  # units whose reduction may be in flight
         largest = max(unit.S for unit in zero.units)
         self.scratch = torch.empty(min(PART, largest), dtype=zero.master_dtype)  # fp32 gradients of one part
-        self.addend: Tensor | None = None  # the same, for adding to sums
+        self.addend: Tensor | None = None  # an fp32 copy of one part, to add to sums
 
     def adopt(self, unit: Unit) -> None:
         """Move the master to the host."""
@@ -155,7 +155,7 @@ class Offload(OnDevice):
             self.zero.finish_reduction(self.sent.popleft())
 
     def receive(self, unit: Unit, mean: Tensor) -> None:
-        """Copy the mean to the host, which waits only for an earlier mean of this unit."""
+        """Start to copy the mean to the host. Waits only for an earlier mean of this unit."""
         self.land(unit)
         place = self.landing.get(unit)
         if unit.mean_grad is not None and unit.mean_grad is place:
@@ -185,20 +185,20 @@ class Offload(OnDevice):
     def land(self, unit: Unit) -> None:
         """Wait until the unit's mean is in host memory, and added to the sum.
 
-        Only then its entry in `falling` is deleted: an interrupted wait can be repeated, and a failed addition raises
-        each time, so that no incomplete sum is used.
+        Its entry in `falling` stays until then: an interrupted wait can be repeated, and a failed addition
+        raises each time, so that no incomplete sum is used.
         """
         if unit in self.falling:
             self.falling[unit]()
             del self.falling[unit]
 
     def wait_for_mean(self, unit: Unit) -> None:
-        """Wait until it is in host memory."""
+        """Wait until the mean is in host memory."""
         super().wait_for_mean(unit)
         self.land(unit)
 
     def applies_factor(self) -> bool:
-        """To an fp32 copy of one unit's gradient. False if the optimizer is not torch's: it may count its calls."""
+        """True for torch's optimizers: to an fp32 copy of one unit's gradient. Others may count their calls."""
         return is_known(self.zero.optimizer)
 
     def update_masters(self) -> None:
@@ -225,10 +225,10 @@ class Offload(OnDevice):
 
     def update_in_parts(self, unit: Unit, staging: Tensor) -> None:
         """AdamW, and the cast to `staging`, in parts so small that the fp32 gradient stays in the CPU's caches."""
-        used = list(unit.used_pieces(unit.mean_grad))
-        if len(used) < len(unit.pieces):
+        pieces = list(unit.used_pieces(unit.mean_grad))
+        if len(pieces) < len(unit.pieces):
             staging.copy_(unit.master)
-        for (group, piece, grad), (_, _, cast) in zip(used, unit.used_pieces(staging)):
+        for (group, piece, grad), (_, _, cast) in zip(pieces, unit.used_pieces(staging)):
             state = one_pass.state_of(self.zero.optimizer, piece)
             state["step"] += 1
             tensors = (piece.detach(), grad, state["exp_avg"], state["exp_avg_sq"], cast)
@@ -240,7 +240,7 @@ class Offload(OnDevice):
             piece.grad = None
 
     def update_by_own_step(self, unit: Unit) -> None:
-        """The step of the optimizer's class, while param groups hold only this unit's pieces."""
+        """Run the step of the optimizer's class while param groups hold only this unit's pieces."""
         grad = unit.mean_grad.to(self.zero.master_dtype)
         if self.zero.factor.value is not None:
             grad = grad * self.zero.factor.value
@@ -281,7 +281,7 @@ class Offload(OnDevice):
             torch.cuda.current_stream(self.zero.device).wait_event(event)
 
     def replace(self, unit: Unit, values: Tensor) -> None:
-        """And replace the slice on the GPU."""
+        """Also replace the slice on the GPU."""
         super().replace(unit, values)
         self.on_gpu(unit).copy_(unit.slice_of(values))
 
@@ -310,6 +310,6 @@ class Offload(OnDevice):
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     """The step of the optimizer's class. Its hooks do not run: they are for the step that the user calls."""
     step = type(optimizer).step
-    if getattr(step, "hooked", False):  # torch wraps it when an optimizer of the class is made
+    if getattr(step, "hooked", False):  # torch wraps it when an optimizer of the class is created
         step = step.__wrapped__
     step(optimizer)

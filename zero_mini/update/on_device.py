@@ -1,6 +1,6 @@
 """The update on the device of the model: torch's own optimizer step, or one fused pass.
 
-`zero.update` is the one seam between the script of a step and what updates the masters:
+`zero.update` is the only interface between the script of a step and the update of the masters:
 
     adopt, replace            a unit gets its master, or other values
     after_reduce, receive,
@@ -26,14 +26,14 @@ from zero_mini.update import one_pass
 class OnDevice:
     """`zero` is the handle of a stage."""
 
-    places = ("device", "host")  # that `zero.memory` reports
+    places = ("device", "host")  # the places that `zero.memory` reports
 
     def __init__(self, zero) -> None:
         self.zero = zero
         self.casts_written = False  # the step itself wrote the casts
 
     def adopt(self, unit: Unit) -> None:
-        """Called once for a unit, when the stage has made its master."""
+        """Called once for a unit, when the stage has created its master."""
 
     def ready(self) -> None:
         """Called once, when all units are adopted."""
@@ -74,7 +74,7 @@ class OnDevice:
 
     @torch.no_grad()
     def hand_means_to_optimizer(self) -> None:
-        """Every mean becomes its piece's .grad, in the master's dtype, times the factor. May be called twice."""
+        """Set each piece's .grad to its mean times the factor, in the master's dtype. May be called twice."""
         zero = self.zero
         zero.collect_means()
         for unit in zero.trainable:
@@ -103,7 +103,7 @@ class OnDevice:
         return unit.master
 
     def replace(self, unit: Unit, values: torch.Tensor) -> None:
-        """The unit gets other values (P), the same on all ranks."""
+        """Give the unit other values (P), the same on all ranks."""
         unit.master.copy_(unit.part_of_master(values))
         if unit.full is not None:
             unit.full.copy_(values)
@@ -117,9 +117,9 @@ class OnDevice:
         self.zero.optimizer.state.clear()
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """(category, label, tensor) of tensors besides those of units and of the optimizer's states."""
+        """(category, label, tensor) of tensors that are neither a unit's nor optimizer states."""
         return iter(())
 
     def host_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Of all tensors, those in host memory."""
+        """(category, label, tensor) of all tensors in host memory."""
         return iter(())

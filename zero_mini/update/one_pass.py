@@ -8,8 +8,8 @@ in between computes in fp32 only. Bytes an element, read + written:
 
 Memory traffic limits a step, so this also saves time: 1.4 times less of it. On CUDA one Triton kernel does
 it; elsewhere the three passes run piece by piece, so that the gradients of only one piece at a time are fp32.
-The states stay torch's own (`step`, `exp_avg`, `exp_avg_sq` of each piece), and so does the optimizer:
-its step() finds no gradient, and does nothing.
+The states stay torch's own (`step`, `exp_avg`, `exp_avg_sq` of each piece). The optimizer's own step()
+then finds no gradient and does nothing.
 
     m = m + (1 - beta1) (g - m)          v = beta2 v + (1 - beta2) g^2
     p = (1 - lr wd) p - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
@@ -29,7 +29,7 @@ try:
 except ImportError:  # torch for CPUs does not include it
     triton = None
 
-BLOCK = 2048  # elements a program
+BLOCK = 2048  # elements per Triton program
 
 
 def can_fuse(zero) -> bool:
@@ -38,7 +38,7 @@ def can_fuse(zero) -> bool:
 
 
 def is_fusible(optimizer: torch.optim.Optimizer) -> bool:
-    """Is its update the one that this file implements?"""
+    """Does this file implement the optimizer's update?"""
     return known_class(optimizer) is torch.optim.AdamW and all(
         group["fused"] and not (group["amsgrad"] or group["maximize"] or isinstance(group["lr"], torch.Tensor))
         for group in optimizer.param_groups
@@ -60,7 +60,7 @@ def step(zero) -> None:
     counts = [0] * len(groups)
     for unit in units:
         zero.finish_reduction(unit)
-        casts = [None] * len(unit.pieces)  # stage 3 casts as it gathers
+        casts = [None] * len(unit.pieces)  # stage 3 casts when it gathers
         if unit.full is not None:
             casts = [view for _, _, view in unit.used_pieces(unit.part_of_master(unit.full))]
         for (group, piece, grad), cast in zip(unit.used_pieces(unit.mean_grad), casts):
@@ -76,9 +76,9 @@ def step(zero) -> None:
 
 
 def step_factors(optimizer: torch.optim.Optimizer, options: dict, pieces: list[torch.Tensor]):
-    """Count a step of every piece. Returns the two values a piece that the kernel needs, or None without it.
+    """Count a step of every piece. Returns the two factors of each piece for the kernel; None without kernel.
 
-    They depend on the count: the device computes them, for all pieces of a group at once; the host would have to wait.
+    They depend on the step count. The device computes them for a group's pieces at once; the host would have to wait.
     """
     steps = [state_of(optimizer, piece)["step"] for piece in pieces]
     if steps:
