@@ -1,0 +1,220 @@
+"""The checks of a stage: what is measured, what is expected, and what the difference usually means.
+
+values     against torch DDP on the same ranks: to the bit where the order of sums is fixed (2 ranks) or does not
+           matter (whole numbers), else within rounding
+waits      the same, with collectives that do nothing until they are waited for
+traffic    elements that torch hands to the backend
+memory     bytes of all tensors alive on a rank
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from zero_mini.course.judge import trial
+from zero_mini.course.judge.models import CONFIG
+from zero_mini.course.ranks import Ranks
+from zero_mini.trainer.gpt import parameter_count
+
+PSI = parameter_count(CONFIG)
+BLOCK = 12 * CONFIG.d**2 + 13 * CONFIG.d
+ROOT = PSI - CONFIG.L * BLOCK
+ROUNDING = 1e-5  # of a parameter's largest change
+OK = None
+
+
+MEANING = {  # kind of a fault -> what it usually means
+    "early": "a buffer is used before its collective was waited for",
+    "stale": "the first step is right and a later one is not: something old is used again, for example parameters "
+    "gathered before the update, or gradients that were not dropped",
+    "names": "full_parameters() gives every parameter of the model, by its name in named_parameters()",
+    "shapes": "full_parameters() gives whole parameters in the shapes of the model",
+    "old forward": "parameters are right after the steps, but a forward computed with other ones",
+    "nan": "memory was read that nobody had written",
+    "unchanged": "these parameters did not change: their gradients are not sent, or they are not updated",
+    "unchanged root": "the root did not change: parameters that are in no block need a unit, too",
+    "summed": "the change is N times the right one: gradients are summed over ranks, not averaged",
+    "one slice": "each rank has only its own slice of the update: the all-gather after the step is missing",
+    "ranks differ": "gradients of this rank alone were used, or a gather is missing",
+    "micro-batches": "one micro-batch is right and two are not: their gradients are to be added",
+    "gradients": "ranks agree with each other and not with DDP: a gradient is missing, counted twice, or misplaced",
+    "missing collectives": "something that has to travel does not",
+    "extra collectives": "something is sent more often than needed",
+    "every micro-batch": "each micro-batch is sent: only the one with last=True needs to be",
+    "all-reduce": "all-reduce and all-gather: for the slice that a rank updates, a reduce-scatter is enough",
+    "summed before": "gradients of several micro-batches are added before they are sent, so they are kept whole",
+    "kept whole": "blocks are gathered less than twice a step: their parameters stay whole in between",
+    "whole gradients": "gradients or parameters of which a rank needs 1/N are whole",
+    "whole states": "optimizer states of which a rank needs 1/N are whole",
+    "copy": "something of 4 bytes a parameter exists twice",
+    "pile": "whole gradients pile up until backward ends, or whole parameters are kept: a block's are to be sent and "
+    "freed when backward has left it",
+    "error": "the code raised",
+    "hang": "a rank waits for a collective that another rank does not start",
+    "not run": "earlier runs of this stage did not end",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a check found; `kind` is a key of MEANING."""
+
+    kind: str
+    expected: str
+    came: str
+
+    @property
+    def meaning(self) -> str:
+        return MEANING[self.kind]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of a report."""
+
+    name: str
+    points: int
+    world_size: int
+    run: Callable[[Ranks, str, int], Fault | None]  # (ranks, path, stage)
+
+
+def values(name: str, steps: int, micros: int = 1, exact: bool = True, is_late: bool = False):
+    """The check that a stage trains a case as torch's DDP does."""
+
+    def run(ranks: Ranks, path: str, stage: int) -> Fault | None:
+        theirs = ranks.run(trial.trained, None, 0, name, steps, micros, False)
+        mine = ranks.run(trial.trained, path, stage, name, steps, micros, is_late)
+        fault = compare(mine, theirs, exact)
+        if fault is None:
+            return OK
+        if is_late and compare(ranks.run(trial.trained, path, stage, name, steps, micros, False), theirs, exact) is OK:
+            return replace(fault, kind="early")
+        if steps == micros == 1:
+            return fault
+        simpler = [ranks.run(trial.trained, *which, name, 1, 1, is_late) for which in ((path, stage), (None, 0))]
+        one_step = compare(*simpler, exact)
+        if one_step is OK:
+            return replace(fault, kind="stale" if micros == 1 else "micro-batches")
+        return replace(one_step, expected=f"{one_step.expected} (after one step)")
+
+    return run
+
+
+def compare(mine: list[dict], theirs: list[dict], exact: bool) -> Fault | None:
+    """Every rank's parameters and losses against torch DDP's."""
+    end, start = theirs[0]["end"], theirs[0]["start"]
+    expected = "the parameters of torch DDP" + (", to the bit" if exact else f", within {ROUNDING} of their change")
+    for rank, result in enumerate(mine):
+        if set(result["end"]) != set(end):
+            name = min(set(result["end"]) ^ set(end))
+            return Fault("names", "the names of the model's parameters", f"{name} is in one of the two only")
+        wrong = [key for key in end if not same(result["end"][key], end[key], start[key], exact)]
+        if wrong:
+            key = max(wrong, key=lambda key: distance(result["end"][key], end[key]))
+            gap = distance(result["end"][key], end[key])
+            came = f"on rank {rank} {len(wrong)} of {len(end)} differ, {key} by {gap:.3g}"
+            return Fault(kind_of([found["end"] for found in mine], end, start, wrong), expected, came)
+        if exact and result["losses"] != theirs[rank]["losses"]:
+            return Fault("old forward", f"losses {theirs[rank]['losses']}", f"{result['losses']} on rank {rank}")
+    return OK
+
+
+def same(mine: torch.Tensor, right: torch.Tensor, start: torch.Tensor, exact: bool) -> bool:
+    if mine.shape != right.shape or exact:
+        return torch.equal(mine, right)
+    return distance(mine, right) <= ROUNDING * max(1e-3, distance(right, start))
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    return (a - b).abs().nan_to_num(torch.inf).max().item()
+
+
+def kind_of(mine: list[dict], right: dict, start: dict, wrong: list[str]) -> str:
+    """The kind of a wrong update: N times the right one, or missing, or only this rank's slice."""
+    if any(mine[0][key].shape != right[key].shape for key in wrong):
+        return "shapes"
+    change = torch.cat([(right[key] - start[key]).flatten() for key in wrong])
+    found = [torch.cat([(ours[key] - start[key]).flatten() for key in wrong]) for ours in mine]
+    if not all(torch.isfinite(one).all() for one in found):
+        return "nan"
+    to_move = change.abs() > 1e-7
+    still = [((one == 0) & to_move).sum().item() / max(1, to_move.sum().item()) for one in found]
+    if min(still) == 1:
+        return "unchanged root" if all("blocks" not in key for key in wrong) else "unchanged"
+    if torch.allclose(found[0], len(mine) * change, rtol=1e-3, atol=1e-7):
+        return "summed"
+    if all(torch.equal(found[0], one) for one in found):
+        return "gradients"
+    return "one slice" if min(still) > 0.3 else "ranks differ"
+
+
+def traffic(micros: int):
+    """The check of elements sent in a step, in units of Psi (N-1)/N."""
+
+    def run(ranks: Ranks, path: str, stage: int) -> Fault | None:
+        k, N = micros, ranks.world_size
+        expected = {0: 2, 1: 2, 2: k + 1, 3: 3 * k}[stage]
+        least = expected * 0.99 if stage < 3 else k * (3 - (2 * ROOT + 4 * BLOCK) / PSI)
+        elements, calls = max(ranks.run(trial.sent, path, stage, k))
+        found = elements / (PSI * (N - 1) / N)
+        if least <= found <= expected * 1.02:
+            return OK
+        kind = "missing collectives" if found < least else "extra collectives"
+        if stage < 2 and k > 1 and found > expected:
+            kind = "every micro-batch"
+        elif stage == 1 and 2.9 < found < 3.1:
+            kind = "all-reduce"
+        elif stage == 2 and k > 1 and found < least:
+            kind = "summed before"
+        elif stage == 3 and found < least:
+            kind = "kept whole"
+        counted = ", ".join(f"{calls.count(name)} {name}" for name in dict.fromkeys(calls)) or "no call"
+        return Fault(kind, f"{expected} Psi (N-1)/N elements", f"{found:.2f} ({counted})")
+
+    return run
+
+
+def memory(ranks: Ranks, path: str, stage: int) -> Fault | None:
+    """Bytes a parameter after a backward: fp32 and Adam."""
+    N = ranks.world_size
+    allowed = {0: 16, 1: 8 + 8 / N, 2: 4 + 12 / N, 3: 16 / N}[stage]
+    extra = 4 * (ROOT + 2.2 * BLOCK) / PSI if stage == 3 else 0
+    found = max(ranks.run(trial.held, path, stage))[0] / PSI
+    if found <= allowed + extra + 0.3:
+        return OK
+    surplus = found - allowed - extra
+    suspects = {4 * (1 - 1 / N): "whole gradients", 8 * (1 - 1 / N): "whole states", 4: "copy"}
+    kind = suspects[min(suspects, key=lambda nbytes: abs(nbytes - surplus))]
+    return Fault(kind, f"at most {allowed + extra + 0.3:.1f} bytes a parameter after a backward", f"{found:.1f}")
+
+
+def peak(ranks: Ranks, path: str, stage: int) -> Fault | None:
+    """Bytes a parameter at the highest point of a backward."""
+    N = ranks.world_size
+    allowed = {2: 4 + 12 / N, 3: 16 / N + 4 * (ROOT + 2.2 * BLOCK) / PSI}[stage] + 7 * 4 * BLOCK / PSI
+    found = max(peak for _, peak in ranks.run(trial.held, path, stage)) / PSI
+    if found <= allowed:
+        return OK
+    return Fault("pile", f"at most {allowed:.1f} bytes a parameter during a backward", f"{found:.1f}")
+
+
+def checks(stage: int) -> list[Check]:
+    """In the order in which they run."""
+    found = [
+        Check("4 steps of AdamW on 2 ranks, to the bit", 4, 2, values("gpt", 4)),
+        Check("2 micro-batches, whole numbers, to the bit", 2, 2, values("uneven", 1, 2)),
+        Check("nothing is used before it was waited for", 3, 2, values("gpt", 4, is_late=True)),
+        Check("traffic of a step", 2, 2, traffic(1)),
+        Check("traffic of a step of 2 micro-batches", 1, 2, traffic(2)),
+        Check("memory after a backward", 2, 2, memory),
+        Check("frozen parameters", 1, 2, values("frozen", 1)),
+        Check("a parameter that no forward uses", 1, 2, values("unused", 1)),
+        Check("uneven blocks on 3 ranks (padding), to the bit", 2, 3, values("uneven", 1)),
+        Check("5 steps on 3 ranks, within rounding", 1, 3, values("gpt, SGD", 5, exact=False)),
+    ]
+    if stage >= 2:
+        found.append(Check("memory during a backward, on 4 ranks", 2, 4, peak))
+    return found
