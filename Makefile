@@ -1,4 +1,4 @@
-# make train, test, check, lint, course, student, slides: each first puts what it needs into .venv, again when pyproject.toml changes.
+# make train, test, check, lint, course, student, grade, slides: each first puts what it needs into .venv, again when pyproject.toml changes.
 #
 #     make train STAGE=3 N=4 ARGS="--steps 50"
 
@@ -7,7 +7,7 @@ STAGE ?= 2
 N ?= 2
 ARGS ?=
 
-.PHONY: train test check matrix lint course lessons student slides
+.PHONY: train test check matrix lint course lessons student grade slides
 .NOTPARALLEL:
 
 # One thread a rank, as torchrun would set it with a warning.
@@ -43,6 +43,11 @@ student: .venv/installed-student
 	.venv/bin/jupyter nbconvert --to notebook --output-dir notebooks/student --ClearOutputPreprocessor.enabled=True \
 		--NotebookExporter.preprocessors=nbgrader.preprocessors.ClearSolutions \
 		--ClearSolutions.enforce_metadata=False notebooks/*.ipynb
+
+# A student's my_zero.py (docs/my_zero.md): points, one line each. ARGS="--json report.json" for a classroom tool.
+FILE ?= notebooks/my_zero.py
+grade: .venv/installed-lessons
+	@.venv/bin/python -m zero_mini.course.judge "$(FILE)" $(ARGS)
 
 # HTML and PDF in slides/build; BROWSER=/path/to/chrome if it is not found. See slides/README.md.
 BROWSER ?=

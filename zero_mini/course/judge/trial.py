@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_mini.course.judge.models import CASES
-from zero_mini.course.judge.wire import Traffic, late
+from zero_mini.course.judge.wire import Traffic, asynchronous
 from zero_mini.memory.recorder import Recorder
 
 NAMES = ("DDP", "Zero1", "Zero2", "Zero3")
@@ -69,9 +69,9 @@ def one_step(zero, name: str, step: int, micros: int) -> list[float]:
     return losses
 
 
-def trained(path: str | None, stage: int, name: str, steps: int, micros: int, is_late: bool) -> dict:
-    """{"start", "end": name -> values; "losses"}. With is_late nothing travels before it is waited for."""
-    with late() if is_late else contextlib.nullcontext():
+def trained(path: str | None, stage: int, name: str, steps: int, micros: int, wire: str | None) -> dict:
+    """{"start", "end": name -> values; "losses"}. Wire "late" or "prompt": see `asynchronous`; None: as it is."""
+    with asynchronous(wire) if wire else contextlib.nullcontext():
         zero, start = build(path, stage, name)
         losses = [loss for step in range(steps) for loss in one_step(zero, name, step, micros)]
         return {"start": start, "end": dict(zero.full_parameters()), "losses": losses}

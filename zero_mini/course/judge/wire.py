@@ -1,7 +1,7 @@
 """The wire under a student's code: what is sent is counted, and what is not waited for has not arrived.
 
 Both look from outside. `Traffic` counts where torch hands collectives to a backend, below every Python name for them.
-`late` makes a collective do nothing until somebody waits for it, so a result that is read too early is an old one.
+`asynchronous` decides when collectives happen: if not before somebody waits, a result that is read early is an old one.
 """
 
 import contextlib
@@ -74,8 +74,8 @@ class Late:
 
 
 @contextlib.contextmanager
-def late() -> Iterator[None]:
-    """Within, asynchronous collectives of floating point happen when they are waited for, all others as ever.
+def asynchronous(when: str) -> Iterator[None]:
+    """Within, asynchronous collectives of floating point happen when waited for ("late") or launched ("prompt").
 
     At the end those that nobody waited for are run, so that no rank is left waiting.
     """
@@ -88,7 +88,10 @@ def late() -> Iterator[None]:
     def call(original: Callable, *args, async_op: bool = False, **options):
         floats = any(isinstance(arg, torch.Tensor) and arg.is_floating_point() for arg in tree_leaves(args))
         if async_op and floats:
-            return Late(queue, functools.partial(original, *args, async_op=True, **options))
+            work = Late(queue, functools.partial(original, *args, async_op=True, **options))
+            if when == "prompt":
+                work.wait()
+            return work
         if floats:
             flush()
         return original(*args, async_op=async_op, **options)

@@ -1,0 +1,86 @@
+"""The file that the student writes through lessons 01 to 04: my_zero.py, beside the notebooks.
+
+    begin(2)                 # lesson 02 begins: my_zero.py has DDP, the student's own or else the one of solution.py
+    keep(Zero1)              # puts the source of a class or function from a cell into my_zero.py, replacing an older one
+
+Left out: imports of a cell (add them to the file), and undo (the previous version is my_zero.py.before).
+"""
+
+import ast
+import inspect
+import os
+import sys
+import textwrap
+import types
+from pathlib import Path
+
+from zero_mini.course.judge.trial import NAMES
+
+FILE = "my_zero.py"
+
+
+def begin(lesson: int, path: str = FILE) -> types.ModuleType:
+    """The student's file as it stands when a lesson (1 to 4) begins, as a module; it is written if it is not there.
+
+    Lesson n needs the classes of the lessons before it. If one is missing, or the file cannot be read, the file of
+    solution.py with just these classes is written, and an older one moves to my_zero.py.before.
+    """
+    file, needed = Path(path), NAMES[: lesson - 1]
+    if not file.exists() or not set(needed) <= set(definitions(file.read_text())):
+        write(file, without(Path(__file__).with_name("solution.py").read_text(), set(NAMES) - set(needed)))
+        print(f"{path}: written, with {', '.join(needed) or 'functions, and no stage yet'}")
+    else:
+        print(f"{path}: your own, with {', '.join(name for name in NAMES if name in definitions(file.read_text()))}")
+    return as_module(file)
+
+
+def keep(*items: type | types.FunctionType, path: str = FILE) -> None:
+    """Put these classes and functions, as they stand in their cells, into the file."""
+    file = Path(path)
+    text = file.read_text()
+    for item in items:
+        source = textwrap.dedent(inspect.getsource(item)).rstrip("\n") + "\n"
+        found = definitions(text).get(item.__name__)
+        lines = text.splitlines(keepends=True)
+        if found:
+            lines[found.lineno - 1 : found.end_lineno] = [source]
+            text = "".join(lines)
+        else:
+            text = text.rstrip("\n") + "\n\n\n" + source
+    write(file, text)
+
+
+def definitions(text: str) -> dict[str, ast.stmt]:
+    """Name -> top-level class or function; empty if the text is not Python."""
+    try:
+        body = ast.parse(text).body
+    except SyntaxError:
+        return {}
+    return {node.name: node for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+
+
+def without(text: str, names: set[str]) -> str:
+    """The text without these top-level definitions."""
+    lines = text.splitlines(keepends=True)
+    for name, node in reversed(definitions(text).items()):
+        if name in names:
+            del lines[node.lineno - 1 : node.end_lineno]
+    return "".join(lines).rstrip("\n") + "\n"
+
+
+def write(file: Path, text: str) -> None:
+    """At once or not at all; the previous version stays beside it."""
+    if file.exists() and file.read_text() != text:
+        file.with_name(f"{file.name}.before").write_text(file.read_text())
+    fresh = file.with_name(f".{file.name}.{os.getpid()}")
+    fresh.write_text(text)
+    fresh.replace(file)
+
+
+def as_module(file: Path) -> types.ModuleType:
+    """The file as module `my_zero`, so that a cell can go on with its classes."""
+    module = types.ModuleType("my_zero")
+    module.__file__ = str(file)
+    exec(compile(file.read_text(), str(file), "exec"), module.__dict__)
+    sys.modules["my_zero"] = module
+    return module

@@ -1,0 +1,128 @@
+"""The judge of a student's my_zero.py: right files of two designs get all points, and each planted fault is named."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero_mini.course import judge as package
+from zero_mini.course.judge import judge, mark_of
+from zero_mini.course.judge.checks import checks
+from zero_mini.course.my_zero import solution
+from zero_mini.course.ranks import Ranks
+
+SOLUTION = Path(solution.__file__)
+OTHER = Path(__file__).with_name("other_designs.py")
+SEND_0 = 'self.in_flight.append((i, grad, self.comm.all_reduce(grad, f"unit {i}")))'
+POP = "        i, grad, work = self.in_flight.pop(0)\n"
+SEND_1 = """            shard = self.slice_of(grad)
+            self.in_flight.append((i, shard, grad, self.comm.reduce_scatter(shard, grad, f"unit {i}")))"""
+SEND_2 = "        grad = take_grads(self.units[i], self.comm.world_size)\n        shard = torch.empty_like"
+GATHERS = "        for work in gathers:\n            work.wait()\n"
+STEP_1 = '        gathers = [self.comm.all_gather(flat, shard.data, "flat") for'
+STEP_1 += " flat, shard in zip(self.flats, self.shards)]\n"
+BACKWARD_HOOK = "                module.register_full_backward_pre_hook(lambda *_, i=i: self.gather(i))\n"
+WHOLE_STATES = """
+
+class Zero1(Zero1):
+    def __init__(self, model, make_optimizer):
+        super().__init__(model, make_optimizer)
+        self.whole = [nn.Parameter(flat) for flat in self.flats]
+        self.optimizer = make_optimizer(self.whole)
+
+    def step(self):
+        for p, shard, flat in zip(self.whole, self.shards, self.flats):
+            p.grad = torch.empty_like(flat)
+            self.comm.all_gather(p.grad, shard.grad, "grad").wait()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+"""
+PILE = "\n\nclass Zero2(Zero2):\n    def arrived(self, i, _):\n        pass\n"
+SAME_BUFFER = """
+
+class Zero2(Zero2):
+    def send(self, i):
+        params, N = self.units[i], self.comm.world_size
+        if not hasattr(self, "buffer"):
+            self.buffer = self.flats[0].new_empty(max(len(flat) for flat in self.flats))
+        grad = self.buffer[: len(self.flats[i])]
+        grad.copy_(take_grads(params, N))
+        shard = torch.empty_like(self.shards[i])
+        self.in_flight.append((i, shard, grad, self.comm.reduce_scatter(shard, grad, f"unit {i}")))
+"""
+TO_BITS, MICRO, WAITS, TRAFFIC, TRAFFIC_2, MEMORY, FROZEN, UNUSED, ON_3, ROUNDED, PEAK = range(11)
+
+# (stage, what is replaced, by what, the check that finds it, the fault's kind)
+PLANTED = {
+    "sums": (0, SEND_0, "grad *= self.comm.world_size; " + SEND_0, TO_BITS, "summed"),
+    "no wait": (0, POP + "        work.wait()\n", POP, WAITS, "early"),
+    "sends every micro-batch": (0, "if self.last:", "if True:", TRAFFIC_2, "every micro-batch"),
+    "no root": (0, "[*units, (None, rest)]", "units", TO_BITS, "unchanged root"),
+    "own gradients": (0, "self.comm.all_reduce(grad,", "self.comm.all_reduce(grad.clone(),", TO_BITS, "ranks differ"),
+    "unused counts": (0, "            if missing:", "            if missing < 0:", UNUSED, "ranks differ"),
+    "no all-gather": (1, STEP_1 + GATHERS, "", TO_BITS, "one slice"),
+    "no padding": (1, "(0, -len(flat) % N)", "(0, 0)", ON_3, "error"),
+    "all-reduce": (1, SEND_1, SEND_1.replace("reduce_scatter(shard, grad,", "all_reduce(grad,"), TRAFFIC, "all-reduce"),
+    "whole states": (1, None, WHOLE_STATES, MEMORY, "whole states"),
+    "gathers not waited for": (1, GATHERS, "", WAITS, "early"),
+    "keeps p.grad": (2, "        p.grad = None\n    return flat", "        pass\n    return flat", TO_BITS, "stale"),
+    "pile": (2, None, PILE, PEAK, "pile"),
+    "overwrites": (2, "p.grad = shard if p.grad is None else p.grad + shard", "p.grad = shard", MICRO, "micro-batches"),
+    "buffer in flight": (2, None, SAME_BUFFER, WAITS, "early"),
+    "sums first": (2, SEND_2, "        if not self.last:\n            return\n" + SEND_2, TRAFFIC_2, "summed before"),
+    "stale slots": (3, "self.holds = [None, None]  # the", "pass  # the", TO_BITS, "unchanged"),
+    "no gather in backward": (3, BACKWARD_HOOK, "", TO_BITS, "gradients"),
+    "root not gathered": (3, "            if not is_block:\n", "            if False:\n", TO_BITS, "unchanged root"),
+    "kept whole": (3, "self.slots[i % 2][: len(self.flats[i])]", "self.flats[i]", MEMORY, "whole"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pools():
+    pools = {N: Ranks(N, timeout_s=60, device="cpu") for N in (2, 3, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("path", [SOLUTION, OTHER], ids=["solution", "other design"])
+def test_right_files_of_two_designs_get_all_points(path, stage, pools):
+    marks = [mark_of(pools[check.world_size], path, stage, check, {stage: 0}) for check in checks(stage)]
+    assert [str(mark) for mark in marks if mark.fault] == []
+    assert sum(mark.points for mark in marks) == sum(mark.of for mark in marks) >= 19
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_loses_points_and_is_named(fault, pools, tmp_path):
+    stage, old, new, number, kind = PLANTED[fault]
+    text = SOLUTION.read_text()
+    assert old is None or text.count(old) >= 1
+    wrong = tmp_path / "my_zero.py"
+    wrong.write_text(text + new if old is None else text.replace(old, new, 1))
+    check = checks(stage)[number]
+    mark = mark_of(pools[check.world_size], wrong, stage, check, {stage: 0})
+    assert mark.points == 0 < mark.of and mark.fault.kind == kind, mark
+
+
+def test_a_file_is_graded_in_a_folder_of_its_own_and_the_report_is_json(tmp_path, monkeypatch):
+    monkeypatch.setattr(package, "checks", lambda stage: checks(stage)[:1])
+    path = tmp_path / "my_zero.py"
+    path.write_text(SOLUTION.read_text())
+    report = judge(path, [0, 1], show=False)
+    found = json.loads(report.to_json())
+    assert (found["points"], found["of"]) == (8, 8) and report.is_full
+    assert [mark["class"] for mark in found["marks"]] == ["DDP", "Zero1"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["my_zero.py"]
+
+
+@pytest.mark.parametrize("text, named", [("x = 1", "DDP"), ("class DDP(:", "invalid syntax"), (None, "No such file")])
+def test_a_file_without_a_stage_is_refused_in_one_line(text, named, tmp_path):
+    path = tmp_path / "my_zero.py"
+    if text is not None:
+        path.write_text(text)
+    command = [sys.executable, "-m", "zero_mini.course.judge", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) == 1
