@@ -19,7 +19,6 @@ SEND_0 = 'self.in_flight.append((i, grad, self.comm.all_reduce(grad, f"unit {i}"
 POP = "        i, grad, work = self.in_flight.pop(0)\n"
 SEND_1 = """            shard = self.slice_of(grad)
             self.in_flight.append((i, shard, grad, self.comm.reduce_scatter(shard, grad, f"unit {i}")))"""
-SEND_2 = "        grad = take_grads(self.units[i], self.comm.world_size)\n        shard = torch.empty_like"
 GATHERS = "        for work in gathers:\n            work.wait()\n"
 STEP_1 = '        gathers = [self.comm.all_gather(flat, shard.data, "flat") for'
 STEP_1 += " flat, shard in zip(self.flats, self.shards)]\n"
@@ -71,7 +70,7 @@ PLANTED = {
     "pile": (2, None, PILE, PEAK, "pile"),
     "overwrites": (2, "p.grad = shard if p.grad is None else p.grad + shard", "p.grad = shard", MICRO, "micro-batches"),
     "buffer in flight": (2, None, SAME_BUFFER, WAITS, "early"),
-    "sums first": (2, SEND_2, "        if not self.last:\n            return\n" + SEND_2, TRAFFIC_2, "summed before"),
+    "sums first": (2, "super().backward(loss, last=True)", "super().backward(loss, last)", TRAFFIC_2, "summed before"),
     "stale slots": (3, "self.holds = [None, None]  # the", "pass  # the", TO_BITS, "unchanged"),
     "no gather in backward": (3, BACKWARD_HOOK, "", TO_BITS, "gradients"),
     "root not gathered": (3, "            if not is_block:\n", "            if False:\n", TO_BITS, "unchanged root"),

@@ -21,7 +21,7 @@ from zero_mini.course.judge.trial import NAMES
 from zero_mini.course.ranks import RankError, Ranks
 
 TIMEOUT_S = 60.0  # of one run; a right file needs a second
-HANGS = 2  # after so many runs that did not end, the rest of a stage is not tried
+HANGS = 2  # after so many runs that did not end, or an error in the first, the rest of a stage is not tried
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ def judge(path: str | os.PathLike, stages: list[int] | None = None, show: bool =
 def mark_of(ranks: Ranks, path: str, stage: int, check: Check, hangs: dict[int, int]) -> Mark:
     """Run one check; an error of the student's code is a fault like any other."""
     if hangs[stage] >= HANGS:
-        fault = Fault("not run", "an end", f"{HANGS} runs that did not end")
+        fault = Fault("not run", "an end", "errors in earlier runs")
     else:
         try:
             with contextlib.redirect_stdout(None):
                 fault = check.run(ranks, path, stage)
         except RankError as error:
             did_not_end = "did not finish" in str(error)
-            hangs[stage] += did_not_end
+            hangs[stage] += HANGS if check.name == checks(stage)[0].name else did_not_end
             came = str(error).strip().splitlines()[0]
             fault = Fault("hang" if did_not_end else "error", "an end without an error", came)
     return Mark(stage, check.name, 0 if fault else check.points, check.points, fault)

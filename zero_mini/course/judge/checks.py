@@ -52,7 +52,7 @@ MEANING = {  # kind of a fault -> what it usually means
     "freed when backward has left it",
     "error": "the code raised",
     "hang": "a rank waits for a collective that another rank does not start",
-    "not run": "earlier runs of this stage did not end",
+    "not run": "the first check raised, or two did not end",
 }
 
 

@@ -1,16 +1,16 @@
 """The file that the student writes through lessons 01 to 04: my_zero.py, beside the notebooks.
 
     begin(2)                 # lesson 02 begins: my_zero.py has DDP, the student's own or else the one of solution.py
-    keep(Zero1)              # puts the source of a class or function from a cell into my_zero.py, replacing an older one
+    keep(Zero1)              # puts a class or function of a cell into my_zero.py, in place of an older one
 
 Left out: imports of a cell (add them to the file), and undo (the previous version is my_zero.py.before).
 """
 
 import ast
 import inspect
+import linecache
 import os
 import sys
-import textwrap
 import types
 from pathlib import Path
 
@@ -26,11 +26,12 @@ def begin(lesson: int, path: str = FILE) -> types.ModuleType:
     solution.py with just these classes is written, and an older one moves to my_zero.py.before.
     """
     file, needed = Path(path), NAMES[: lesson - 1]
-    if not file.exists() or not set(needed) <= set(definitions(file.read_text())):
+    written = definitions(file.read_text()) if file.exists() else {}
+    if not written or any(name not in written or is_stub(written[name]) for name in needed):
         write(file, without(Path(__file__).with_name("solution.py").read_text(), set(NAMES) - set(needed)))
         print(f"{path}: written, with {', '.join(needed) or 'functions, and no stage yet'}")
     else:
-        print(f"{path}: your own, with {', '.join(name for name in NAMES if name in definitions(file.read_text()))}")
+        print(f"{path}: your own, with {', '.join(name for name in NAMES if name in written) or 'no stage yet'}")
     return as_module(file)
 
 
@@ -39,7 +40,7 @@ def keep(*items: type | types.FunctionType, path: str = FILE) -> None:
     file = Path(path)
     text = file.read_text()
     for item in items:
-        source = textwrap.dedent(inspect.getsource(item)).rstrip("\n") + "\n"
+        source = source_of(item)
         found = definitions(text).get(item.__name__)
         lines = text.splitlines(keepends=True)
         if found:
@@ -57,6 +58,20 @@ def definitions(text: str) -> dict[str, ast.stmt]:
     except SyntaxError:
         return {}
     return {node.name: node for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+
+
+def source_of(item: type | types.FunctionType) -> str:
+    """Of a class or function of a cell. (inspect.getsource finds a class by its module's file, and cells have none.)"""
+    functions = (
+        [item] if inspect.isfunction(item) else [each for each in vars(item).values() if inspect.isfunction(each)]
+    )
+    text = "".join(linecache.getlines(functions[0].__code__.co_filename))
+    node = definitions(text)[item.__name__]
+    return "".join(text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno]).rstrip("\n") + "\n"
+
+
+def is_stub(node: ast.stmt) -> bool:
+    return "NotImplementedError" in ast.dump(node)
 
 
 def without(text: str, names: set[str]) -> str:

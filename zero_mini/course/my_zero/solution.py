@@ -90,6 +90,12 @@ class DDP:
 class Zero1(DDP):
     """Stage 1: the optimizer has this rank's slice of each unit; reduce-scatter, update, all-gather."""
 
+    def step(self):
+        super().step()
+        gathers = [self.comm.all_gather(flat, shard.data, "flat") for flat, shard in zip(self.flats, self.shards)]
+        for work in gathers:
+            work.wait()
+
     def adopt(self):
         self.flats = [flatten(params, self.comm.world_size) for params in self.units]
         for params, flat in zip(self.units, self.flats):
@@ -112,15 +118,12 @@ class Zero1(DDP):
         work.wait()
         self.shards[i].grad = shard
 
-    def step(self):
-        super().step()
-        gathers = [self.comm.all_gather(flat, shard.data, "flat") for flat, shard in zip(self.flats, self.shards)]
-        for work in gathers:
-            work.wait()
-
 
 class Zero2(Zero1):
     """Stage 2: gradients are sent after every micro-batch; only slices of them stay."""
+
+    def backward(self, loss, last=True):
+        super().backward(loss, last=True)
 
     def send(self, i):
         if len(self.in_flight) == 2:
@@ -138,6 +141,13 @@ class Zero2(Zero1):
 
 class Zero3(Zero2):
     """Stage 3: a block's parameters are gathered for its turns, into one of two slots; the rest stays whole."""
+
+    def step(self):
+        DDP.step(self)
+        self.holds = [None, None]  # the slots have the parameters from before the step
+        for i, is_block in enumerate(self.is_block):
+            if not is_block:
+                self.gather(i)
 
     def adopt(self):
         super().adopt()
@@ -162,13 +172,6 @@ class Zero3(Zero2):
             self.comm.all_gather(self.flats[i], self.shards[i].data, f"unit {i}").wait()
             if self.is_block[i]:
                 self.holds[i % 2] = i
-
-    def step(self):
-        DDP.step(self)
-        self.holds = [None, None]  # the slots have the parameters from before the step
-        for i, is_block in enumerate(self.is_block):
-            if not is_block:
-                self.gather(i)
 
     def full_parameters(self):
         names = {id(p): name for name, p in self.model.named_parameters()}
