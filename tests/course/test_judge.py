@@ -1,6 +1,7 @@
 """The judge of a student's my_zero.py: right files of two designs get all points, and each planted fault is named."""
 
 import json
+import linecache
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 from zero_mini.course import judge as package
 from zero_mini.course.judge import judge, mark_of
 from zero_mini.course.judge.checks import checks
-from zero_mini.course.my_zero import solution
+from zero_mini.course.judge.trial import NAMES
+from zero_mini.course.my_zero import begin, definitions, keep, solution
 from zero_mini.course.ranks import Ranks
 
 SOLUTION = Path(solution.__file__)
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 OTHER = Path(__file__).with_name("other_designs.py")
 SEND_0 = 'self.in_flight.append((i, grad, self.comm.all_reduce(grad, f"unit {i}")))'
 POP = "        i, grad, work = self.in_flight.pop(0)\n"
@@ -125,3 +128,38 @@ def test_a_file_without_a_stage_is_refused_in_one_line(text, named, tmp_path):
     command = [sys.executable, "-m", "zero_mini.course.judge", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("lesson", range(1, 5))
+def test_a_lesson_begins_with_the_classes_before_it_and_keeps_the_student_s_own(lesson, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = NAMES[: lesson - 1]
+    module = begin(lesson)
+    assert [name for name in NAMES if hasattr(module, name)] == list(names)
+    keep(type_from_a_cell("class Zero9:\n    def step(self):\n        return 1"))
+    keep(type_from_a_cell("class Zero9:\n    def step(self):\n        return 2"))  # the later one replaces it
+    module = begin(lesson)
+    assert module.Zero9().step() == 2 and list(definitions(Path("my_zero.py").read_text())).count("Zero9") == 1
+    if names:  # a class that is only a stub is not the student's own
+        keep(type_from_a_cell(f"class {names[-1]}:\n    def step(self):\n        raise NotImplementedError()"))
+        assert hasattr(begin(lesson), names[-1]) and not hasattr(begin(lesson), "Zero9")
+        assert "Zero9" in Path("my_zero.py.before").read_text()  # nothing is lost
+
+
+def type_from_a_cell(source: str) -> type:
+    """A class that was defined in a cell: it has no file, and linecache has its lines."""
+    cell = f"<cell {hash(source)}>"
+    linecache.cache[cell] = (len(source), None, source.splitlines(keepends=True), cell)
+    names: dict = {}
+    exec(compile(source, cell, "exec"), names)
+    return next(value for value in names.values() if isinstance(value, type))
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("0[1-4]_*.ipynb")), ids=lambda path: path.stem)
+def test_a_lesson_has_the_solution_of_its_stage(path):
+    lines = [line for cell in json.loads(path.read_text())["cells"] for line in "".join(cell["source"]).splitlines()]
+    code = "\n".join(line for line in lines if "SOLUTION" not in line)
+    name = NAMES[int(path.stem[:2]) - 1]
+    text = SOLUTION.read_text()
+    node = definitions(text)[name]
+    assert "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno]) in code

@@ -7,11 +7,14 @@ Left out: imports of a cell (add them to the file), and undo (the previous versi
 """
 
 import ast
+import contextlib
+import fcntl
 import inspect
 import linecache
 import os
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 from zero_mini.course.judge.trial import NAMES
@@ -26,29 +29,41 @@ def begin(lesson: int, path: str = FILE) -> types.ModuleType:
     solution.py with just these classes is written, and an older one moves to my_zero.py.before.
     """
     file, needed = Path(path), NAMES[: lesson - 1]
-    written = definitions(file.read_text()) if file.exists() else {}
-    if not written or any(name not in written or is_stub(written[name]) for name in needed):
-        write(file, without(Path(__file__).with_name("solution.py").read_text(), set(NAMES) - set(needed)))
-        print(f"{path}: written, with {', '.join(needed) or 'functions, and no stage yet'}")
-    else:
-        print(f"{path}: your own, with {', '.join(name for name in NAMES if name in written) or 'no stage yet'}")
-    return as_module(file)
+    with locked(file):
+        written = definitions(file.read_text()) if file.exists() else {}
+        if not written or any(name not in written or is_stub(written[name]) for name in needed):
+            write(file, without(Path(__file__).with_name("solution.py").read_text(), set(NAMES) - set(needed)))
+            print(f"{path}: written, with {', '.join(needed) or 'functions, and no stage yet'}")
+        else:
+            print(f"{path}: your own, with {', '.join(name for name in NAMES if name in written) or 'no stage yet'}")
+        return as_module(file)
 
 
 def keep(*items: type | types.FunctionType, path: str = FILE) -> None:
     """Put these classes and functions, as they stand in their cells, into the file."""
     file = Path(path)
-    text = file.read_text()
-    for item in items:
-        source = source_of(item)
-        found = definitions(text).get(item.__name__)
-        lines = text.splitlines(keepends=True)
-        if found:
-            lines[found.lineno - 1 : found.end_lineno] = [source]
-            text = "".join(lines)
-        else:
-            text = text.rstrip("\n") + "\n\n\n" + source
-    write(file, text)
+    with locked(file):
+        text = file.read_text()
+        for item in items:
+            source, found = source_of(item), definitions(text).get(item.__name__)
+            lines = text.splitlines(keepends=True)
+            if found:
+                lines[found.lineno - 1 : found.end_lineno] = [source]
+                text = "".join(lines)
+            else:
+                text = text.rstrip("\n") + "\n\n\n" + source
+        write(file, text)
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """One lesson at a time: each reads the folder's file and writes it again."""
+    folder = os.open(file.absolute().parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def definitions(text: str) -> dict[str, ast.stmt]:
