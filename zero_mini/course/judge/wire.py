@@ -17,9 +17,14 @@ from torch.utils._pytree import tree_leaves
 COLLECTIVES = """all_reduce broadcast reduce_scatter reduce_scatter_tensor reduce_scatter_single all_gather
     all_gather_into_tensor all_gather_single reduce gather scatter all_to_all all_to_all_single""".split()
 
+FEW = 256
+
 
 class Traffic(TorchDispatchMode):
-    """Counts elements of floating point that this rank sends, by ring algorithms (arXiv 1910.02054, section 7.1)."""
+    """Counts fp32 elements that this rank sends, by ring algorithms (arXiv 1910.02054, section 7.1).
+
+    A tensor of another dtype counts by its bytes; a few whole numbers, as hosts say them to each other, do not count.
+    """
 
     def __init__(self):
         super().__init__()
@@ -33,7 +38,7 @@ class Traffic(TorchDispatchMode):
         if func.namespace == "c10d":
             name = func.name().removeprefix("c10d::").strip("_")
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
+            tensors = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.numel() > FEW]
             if tensors and "recv" not in name:
                 self.calls.append((name, elements_sent(name, args, dist.get_world_size())))
         return func(*args, **(kwargs or {}))
@@ -47,8 +52,8 @@ def elements_sent(name: str, args: tuple, N: int) -> float:
     return largest * (N - 1) / N * (2 if name.startswith("allreduce") else 1)
 
 
-def numel(tree: object) -> int:
-    return sum(leaf.numel() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+def numel(tree: object) -> float:
+    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)) / 4
 
 
 class Late:
