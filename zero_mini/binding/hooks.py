@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
+from torch import nn
 
 from zero_mini.binding.out_of_turn import backward_is_running
 from zero_mini.binding.parameter import plainly
@@ -46,6 +47,13 @@ def connect(zero) -> None:
             module.register_forward_hook(partial(leave, unit), with_kwargs=True)
         if unit.trainable:
             hook_middle(zero, unit)
+    for module in zero.model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters = stay_in_buffer
+
+
+def stay_in_buffer() -> None:
+    """In place of `flatten_parameters` of an LSTM: cuDNN would move the weights out of the unit's flat buffer."""
 
 
 def hook_middle(zero, unit: Unit) -> None:
