@@ -124,6 +124,7 @@ def take_over(zero: Script, initialise: Callable[[str, torch.Tensor], None] | No
             param.unit = unit
             param.__class__ = type(param) if isinstance(param, HeldParameter) else HeldParameter
         unit.stage = weakref.ref(zero)
+    hooks.keep_in_buffers(zero.model)
     zero.model.to(zero.device)  # only buffers are left to move
     zero.sync_buffers()
     zero.comm.ledger.end_step()

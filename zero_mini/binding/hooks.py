@@ -47,13 +47,17 @@ def connect(zero) -> None:
             module.register_forward_hook(partial(leave, unit), with_kwargs=True)
         if unit.trainable:
             hook_middle(zero, unit)
-    for module in zero.model.modules():
+
+
+def keep_in_buffers(model: nn.Module) -> None:
+    """cuDNN moves the weights of an LSTM to a buffer of its own, whenever the model moves: not out of a unit's."""
+    for module in model.modules():
         if isinstance(module, nn.RNNBase):
-            module.flatten_parameters = stay_in_buffer
+            module.flatten_parameters = nothing_to_do
 
 
-def stay_in_buffer() -> None:
-    """In place of `flatten_parameters` of an LSTM: cuDNN would move the weights out of the unit's flat buffer."""
+def nothing_to_do() -> None:
+    """In place of nn.LSTM.flatten_parameters."""
 
 
 def hook_middle(zero, unit: Unit) -> None:
