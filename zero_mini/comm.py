@@ -18,7 +18,9 @@ launching makes NCCL's stream wait for everything enqueued so far, so no stream 
 What hosts say to each other, a few numbers a step, goes through `comm.host` (wire/host_words.py).
 
 A subclass sends in another way, and `zeroify(comm=...)` takes it: examples/hybrid_shard.py has two
-process groups; a rank whose peers are only simulated has none.
+process groups, examples/bf16_wire.py another reduce-scatter; a rank whose peers are only simulated
+has no group. An overridden collective may return any object with a `wait()`, which is called once;
+work that follows the collective, such as a cast, belongs there.
 
 Left out: hierarchical and quantised collectives (ZeRO++, arXiv 2306.10209).
 """
@@ -115,7 +117,11 @@ class Comm:
         return torch.linalg.vector_norm(norms, norm_type)
 
     def launch(self, kind: str, unit: str, buffer: torch.Tensor, start: Callable[[], dist.Work | None]) -> Launched:
-        """Note a collective on `buffer` in the ledger, then start it. `start` returns None if it is done at once."""
+        """Note a collective on `buffer` in the ledger, then start it. `start` returns None if it is done at once.
+
+        `kind` is one of the four, whatever `start` calls: it says how many elements of `buffer` cross the wire
+        (`Call.wire_numel`). The dtype of `buffer` says how many bytes each has.
+        """
         call, position = self.ledger.note(kind, unit, buffer)
         return Launched(start(), call, position, self.ledger)
 

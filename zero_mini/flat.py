@@ -62,8 +62,8 @@ def count_none(grads: list) -> int:
 class Reduction(NamedTuple):
     """A unit's gradients in flight."""
 
-    work: "Launched"
-    mean: torch.Tensor  # where the mean arrives, shaped like the master
+    work: "Launched"  # or any object with a wait(), which is called once
+    mean: torch.Tensor  # shaped like the master, of any float dtype: it has the mean when work.wait() has returned
     buffer: torch.Tensor  # (P) the collective uses it until the mean has arrived
 
 

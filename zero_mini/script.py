@@ -86,7 +86,14 @@ class Script:
     sharded: tuple[str, ...] = ()  # what each rank has 1/N of: "optimizer", "gradients", "parameters"
 
     def __init__(self, model, optimizer, units, comm, dtype, device, scaler=None, make_update=OnDevice):
-        """Every attribute is born here, or in the stage's own __init__; zeroify.py then takes the parameters over."""
+        """Every attribute is born here, or in the stage's own __init__; zeroify.py then takes the parameters over.
+
+        make_update    make_update(self) builds `self.update`; zeroify() passes it by its name. A stage class with a
+                       subclass of OnDevice takes it out of the arguments, and passes its own:
+
+            def __init__(self, *args, make_update, **options):
+                super().__init__(*args, make_update=MyUpdate, **options)
+        """
         self.model: torch.nn.Module = model
         self.optimizer: torch.optim.Optimizer = optimizer
         self.units: list[Unit] = units
@@ -165,7 +172,10 @@ class Script:
         self.update.after_reduce(unit)
 
     def reduce(self, unit: Unit) -> None:
-        """Launch the mean of the unit's gradients: unit.local_grad (P) -> unit.reducing."""
+        """Launch the mean of the unit's gradients: unit.local_grad (P) -> unit.reducing.
+
+        It may overwrite unit.local_grad or put another tensor there: `send` forgets it afterwards.
+        """
         raise NotImplementedError
 
     def finish_reduction(self, unit: Unit) -> None:

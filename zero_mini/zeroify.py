@@ -99,7 +99,8 @@ def zeroify(
     states = {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
     all_units = make_units(model, plan.blocks, plan.group_of, comm.rank, comm.world_size)
     build = STAGES[stage] if isinstance(stage, int) else stage
-    zero = build(model, optimizer, all_units, comm, dtype, torch.device(device), scaler, maker_of_update(offload))
+    make = maker_of_update(offload)
+    zero = build(model, optimizer, all_units, comm, dtype, torch.device(device), scaler, make_update=make)
     with gather_by_copy_engines(comm, all_units if build.sharded else []):
         take_over(zero, initialise)
     load_optimizer_states(zero, states)  # states that the constructor made, as Adagrad's does

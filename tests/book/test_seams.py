@@ -15,6 +15,7 @@ from zero_mini import zeroify
 from zero_mini.checkpoint.sharded import Checkpoints, load
 from zero_mini.comm import Comm
 from zero_mini.flat import Reduction
+from zero_mini.update.on_device import OnDevice
 from zero_mini.zero2 import Zero2
 from zero_mini.zero3 import Zero3
 
@@ -24,8 +25,8 @@ SERVE_THE_BOOK = ("wire", "binding", "update", "memory")
 STAGES = (0, 1, 2, 3)
 
 
-def hybrid():
-    spec = importlib.util.spec_from_file_location("hybrid_shard", ROOT.parent / "examples" / "hybrid_shard.py")
+def example(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT.parent / "examples" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -57,13 +58,13 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 def plain_and_hybrid(folder: str) -> tuple[list[tuple], list[bool], int]:
     """At each stage, in one call: torch gives a group that replaces a destroyed one the same name."""
-    example, results = hybrid(), []
+    hybrid, results = example("hybrid_shard"), []
     for stage in STAGES:
         model = blocks()
         plain = train(zeroify(model, momentum(model), stage))
         model = blocks(seed=dist.get_rank())  # the first rank's values count, on every node
-        zero = zeroify(model, momentum(model), stage, comm=example.HybridComm(2))
-        results.append((plain, train(zero), example.wire(zero), [unit.P for unit in zero.units]))
+        zero = zeroify(model, momentum(model), stage, comm=hybrid.HybridComm(2))
+        results.append((plain, train(zero), hybrid.wire(zero), [unit.P for unit in zero.units]))
     checkpoints = Checkpoints(Path(folder), zero)
     checkpoints.save(3, {"rank": dist.get_rank()})
     checkpoints.close()
@@ -87,6 +88,45 @@ def test_two_nodes_of_two_ranks_train_as_four_ranks_and_write_one_checkpoint(ran
             assert wire["inside a node"] == (2 * sum(sizes) + again) / 2 + (1 if stage else 0)
             assert wire["across nodes"] == sum(sizes) / (2 if stage else 1)  # 2 S (M-1)/M
     assert sorted(path.name for path in (tmp_path / "step-3").glob("rank-*")) == ["rank-0.pt", "rank-1.pt"]
+
+
+# --- a Comm with another reduce-scatter ------------------------------------------------------
+
+
+def plain_and_bf16(stage: int) -> tuple[float, float, list[float], int]:
+    """Worst error of a gradient, in roundings of the ranks' own; distance after training, in updates; bytes; P."""
+    bf16, model = example("bf16_wire"), blocks()
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(8, 24)
+    own = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    means, rounding = [], []
+    for grad in own:
+        rows = torch.empty(dist.get_world_size(), *grad.shape)
+        dist.all_gather(list(rows), grad)
+        means.append(rows.mean(0))
+        rounding.append(rows.abs().mean(0) / 2**8)  # half of the distance between two neighbours in bf16, at most
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    after, sent, errors = [], [], []
+    for comm in (Comm(), bf16.Bf16Comm()):
+        model = blocks()
+        zero = zeroify(model, momentum(model), stage, comm=comm)
+        zero.model(x).square().mean().backward()
+        with zero.full_params(grads=True):
+            grads = [param.grad for param in model.parameters()]
+            errors = [((g - m).abs() / (r + 1e-9)).max().item() for g, m, r in zip(grads, means, rounding)]
+        zero.optimizer.zero_grad()
+        after.append(torch.cat([value.flatten() for value in train(zero)[0].values()]))
+        sent.append(bf16.gradient_bytes(zero))
+    distance = (after[1] - after[0]).norm() / (after[0] - before).norm()
+    return max(errors), distance.item(), sent, sum(unit.P for unit in zero.units)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_of_bf16_wire_are_rounded_once_and_sent_in_half_the_bytes(ranks, stage):
+    for error, distance, (plain, bf16), numel in ranks(2).run(plain_and_bf16, stage):
+        assert 0.5 < error <= 1  # not 0: bf16 was on the wire. Sums in bf16 would round a second time
+        assert 0 < distance < 2**-8
+        assert (plain, bf16) == (4 * numel / 2, 2 * numel / 2)  # P (N-1)/N elements
 
 
 # --- a Comm without a process group ----------------------------------------------------------
@@ -179,6 +219,28 @@ class GathersTwice(Zero3):
         pass
 
 
+class ReducesInBf16(Zero2):
+    """Stage 2 of a model in fp32, with gradients and means in bf16."""
+
+    def reduce(self, unit):
+        unit.local_grad = unit.local_grad.bfloat16()
+        super().reduce(unit)
+
+
+class Doubling(OnDevice):
+    """Adds every mean twice."""
+
+    def receive(self, unit, mean):
+        super().receive(unit, 2 * mean)
+
+
+class DoublesGradients(Zero3):
+    """Stage 3 with an update of its own."""
+
+    def __init__(self, *args, make_update, **options):
+        super().__init__(*args, make_update=Doubling, **options)
+
+
 def own_stage(stage: type, base: int) -> tuple[bool, int, int]:
     results, memory = [], []
     for choice in (stage, base):
@@ -197,6 +259,40 @@ def own_stage(stage: type, base: int) -> tuple[bool, int, int]:
 def test_a_class_may_stand_for_a_stage(ranks, stage, base):
     for is_equal, own, theirs in ranks(2).run(own_stage, stage, base):
         assert is_equal and own == (2 * theirs if stage is KeepsWholeGradients else theirs)
+
+
+def test_a_stage_may_reduce_in_a_lower_dtype_and_the_optimizer_gets_the_masters(ranks):
+    def work():
+        model, memory = blocks(), []
+        zero = zeroify(model, momentum(model), ReducesInBf16)
+        for _ in range(2):  # the sum of two micro-batches is in the master's dtype
+            model(torch.ones(2, 24)).sum().backward()
+            zero.wait()
+            memory.append(zero.memory()["gradients"])
+        zero.optimizer.step()
+        dtypes = {state["momentum_buffer"].dtype for state in zero.optimizer.state.values()}
+        model = blocks()
+        expected = train(zeroify(model, momentum(model), 2))[0]
+        model = blocks()
+        got = train(zeroify(model, momentum(model), ReducesInBf16))[0]
+        numel = sum(unit.S for unit in zero.units)
+        return numel, memory, dtypes, max((got[name] - expected[name]).abs().max().item() for name in got)
+
+    for numel, memory, dtypes, apart in ranks(2).run(work):
+        assert memory == [2 * numel, 4 * numel] and dtypes == {torch.float32}
+        assert 0 < apart < 1e-5  # an update is at most 0.1 times a norm of 0.01
+
+
+def test_a_stage_may_bring_an_update_of_its_own(ranks):
+    def work():
+        norms = []
+        for stage in (3, DoublesGradients):
+            model = blocks()
+            norms.append(train(zeroify(model, momentum(model), stage), steps=1)[1][0])
+        return norms
+
+    for plain, doubled in ranks(2).run(work):
+        assert doubled == 2 * plain
 
 
 def test_offload_goes_on_top_of_a_class_that_shards_states(ranks):

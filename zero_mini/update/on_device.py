@@ -10,7 +10,8 @@
     source                    the slice from which stage 3 gathers
     in_memory                 master and states can be read
 
-update/offload.py keeps masters and states in host memory, update/disk.py in files.
+update/offload.py keeps masters and states in host memory, update/disk.py in files. `Script.__init__`
+says how a stage class brings a subclass of its own.
 """
 
 import contextlib
@@ -45,7 +46,10 @@ class OnDevice:
         """All reductions of a backward have started."""
 
     def receive(self, unit: Unit, mean: torch.Tensor) -> None:
-        """A mean (P or S) has arrived: add it to the unit's mean, in the master's precision."""
+        """A mean (P or S, in the dtype of the reduction) has arrived: add it to the unit's, in the master's dtype.
+
+        The first mean is kept in the dtype that it has.
+        """
         if unit.mean_grad is None:
             unit.mean_grad = mean
         else:
