@@ -121,8 +121,9 @@ def speed() -> Figure:
 
 
 def exponents_of_gradients() -> Figure:
-    counts = runs.exponents_of_gradients()
-    return bare(exponents.draw_exponents(counts, shifts=(-8, 16), what="gradients of activations"), 1.2)
+    found = runs.exponents_of_gradients()
+    larger = {kind: exponents.times(counts, 16) for kind, counts in found.items()}
+    return bare(exponents.draw_exponents({"after 100 steps": found, "times 2^16": larger}), 1.2)
 
 
 def scale_over_time() -> Figure:

@@ -17,6 +17,7 @@ from zero_mini.activations.checkpointing import checkpoint_blocks
 from zero_mini.comm import Comm
 from zero_mini.course.ranks import run
 from zero_mini.trainer.gpt import GPT, GPTConfig
+from zero_mini.trainer.text import load
 from zero_mini.update.loss_scale import LossScaler
 from zero_mini.zeroify import zeroify
 
@@ -94,16 +95,25 @@ def stories_of_checkpointing() -> dict[str, Story]:
 
 
 @cache
-def exponents_of_gradients() -> dict[int, int]:
-    """Of the gradients of all blocks' outputs, for a batch of 4096 tokens, on one process."""
+def exponents_of_gradients(steps: int = 100) -> dict[str, dict[int, int]]:
+    """Of a batch of 4096 tokens after some steps on Python's reference, on one process; kind -> its exponents."""
     from zero_mini.course.plots.exponents import exponents
 
     torch.manual_seed(0)
-    model, tokens, seen = GPT(CONFIG), torch.randint(256, (128, CONFIG.T + 1)), []
+    text, model, seen = load().long(), GPT(CONFIG), []
     for block in model.blocks:
         block.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append(grad_out[0]))
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
-    return exponents(seen)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    for step in range(steps + 1):
+        first = torch.randint(len(text) - CONFIG.T, (8 if step < steps else 128, 1))
+        tokens = text[first + torch.arange(CONFIG.T + 1)]
+        seen.clear()
+        optimizer.zero_grad()
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        if step < steps:
+            optimizer.step()
+    of_parameters = [p.grad for p in model.parameters()]
+    return {"of activations": exponents(seen), "of parameters": exponents(of_parameters)}
 
 
 @cache

@@ -428,12 +428,15 @@ def test_a_histogram_of_exponents_has_a_bar_for_each_and_says_what_is_lost():
     # 2^-25 lies in the middle between zero and the smallest number; it is rounded to the even one, zero.
     assert (halves == 0).tolist() == [True, True, True, False, False, False]
     assert exponents.share_lost({e: c for e, c in counts.items() if e != -25}) == 2 / 5
-    figure = exponents.draw_exponents(counts, shifts=(0, 8))
+    rows = {f"times 2^{power}": {"of a": exponents.times(counts, power), "of b": {-3: 1, -1: 3}} for power in (0, 8)}
+    figure = exponents.draw_exponents(rows)
     check_layout(figure)
-    for axes, shift in zip(figure.axes, (0, 8), strict=True):
+    for axes, power in zip(figure.axes, (0, 8), strict=True):
         bars = [bar for bar in axes.patches if bar.get_width() == pytest.approx(0.9)]
-        assert [round(bar.get_x() + 0.45 - 0.5) for bar in bars] == [e + shift for e in counts]
+        assert [round(bar.get_x() + 0.45 - 0.5) for bar in bars] == [e + power for e in counts]
         assert [bar.get_height() * 6 for bar in bars] == pytest.approx(list(counts.values()))
+        (line,) = axes.lines
+        assert list(zip(*line.get_data())) == [(-3.5, 0), (-2.5, 0.25), (-1.5, 0), (-0.5, 0.75), (0.5, 0)]
 
 
 def test_the_scale_is_drawn_step_by_step_with_its_skipped_steps():

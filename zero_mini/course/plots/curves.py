@@ -69,8 +69,14 @@ def colour(stage: int | str) -> str:
     return STAGE.get(stage, FAINT)
 
 
-def draw_curves(losses: dict[int | str, Sequence], title: str = "") -> Figure:
-    """losses: a stage or a name -> losses in order of steps, or (step, loss) pairs; the first is compared with."""
+def draw_curves(
+    losses: dict[int | str, Sequence], title: str = "", colours: dict[int | str, str] | None = None
+) -> Figure:
+    """losses: a stage or a name -> losses in order of steps, or (step, loss) pairs; the first is compared with.
+
+    Colours are those of stages, and grey for a name, unless `colours` has another one.
+    """
+    shade = {stage: colour(stage) for stage in losses} | (colours or {})
     curves = {stage: with_steps(given) for stage, given in losses.items()}
     apart = differences(curves)
     first = next(iter(curves))
@@ -81,14 +87,14 @@ def draw_curves(losses: dict[int | str, Sequence], title: str = "") -> Figure:
     lower = panel(figure, 0.75, 3.05, 5.4, HEIGHT_IN["difference"])
     for place, (stage, curve) in enumerate(curves.items(), start=1):  # each shows from under the next
         width = 1.2 + 1.6 * (len(curves) - place)
-        upper.plot(*zip(*curve), color=colour(stage), linewidth=width, solid_capstyle="round")
-    label_ends(upper, {stage: curve[-1] for stage, curve in curves.items()}, HEIGHT_IN["loss"])
-    lower.axhline(0, color=colour(first), linewidth=1)
+        upper.plot(*zip(*curve), color=shade[stage], linewidth=width, solid_capstyle="round")
+    label_ends(upper, {stage: curve[-1] for stage, curve in curves.items()}, HEIGHT_IN["loss"], shade)
+    lower.axhline(0, color=shade[first], linewidth=1)
     for stage, curve in apart.items():
-        lower.plot(*zip(*curve), color=colour(stage), linewidth=1.3, marker="o", markersize=2.5)
+        lower.plot(*zip(*curve), color=shade[stage], linewidth=1.3, marker="o", markersize=2.5)
     limit = 1.15 * most or 1.0
     lower.set(xlim=upper.get_xlim(), ylim=(-limit, limit))
-    label_ends(lower, {first: (curves[first][-1][0], 0.0)} | {s: c[-1] for s, c in apart.items()}, 1.15)
+    label_ends(lower, {first: (curves[first][-1][0], 0.0)} | {s: c[-1] for s, c in apart.items()}, 1.15, shade)
     for axes, name in ((upper, "training loss, nats"), (lower, f"difference from {called(first)}'s")):
         scale(axes, "left")
         axes.set_title(name, loc="left", fontsize=8, color=FAINT, pad=4)
@@ -98,8 +104,10 @@ def draw_curves(losses: dict[int | str, Sequence], title: str = "") -> Figure:
     return figure
 
 
-def label_ends(axes: Axes, ends: dict[int | str, tuple[int, float]], height_in: float) -> None:
-    """Each line's name at its right end, kept apart."""
+def label_ends(
+    axes: Axes, ends: dict[int | str, tuple[int, float]], height_in: float, shade: dict[int | str, str]
+) -> None:
+    """Each line's name at its right end in its colour, kept apart."""
     low, high = axes.get_ylim()
     line = 0.15 / height_in * (high - low)
     places = spread([y for _, y in reversed(ends.values())], line)[::-1]  # of equals the first is on top
@@ -107,4 +115,4 @@ def label_ends(axes: Axes, ends: dict[int | str, tuple[int, float]], height_in: 
         places.sort(reverse=True)
     right = axes.get_xlim()[1]
     for (stage, _), place in zip(ends.items(), places):
-        axes.text(right, place, " " + called(stage), va="center", fontsize=8.5, color=colour(stage))
+        axes.text(right, place, " " + called(stage), va="center", fontsize=8.5, color=shade[stage])

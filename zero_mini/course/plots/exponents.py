@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from zero_mini.course.plots.frame import page, panel, scale
-from zero_mini.course.plots.palette import FAINT, GRADIENTS, INK, NEUTRAL, tint
+from zero_mini.course.plots.frame import page, panel, scale, words
+from zero_mini.course.plots.palette import ACTIVATIONS, FAINT, GRADIENTS, INK, NEUTRAL, tint
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SMALLEST, NORMAL, LARGEST = -24, -14, 15  # exponents of fp16: the last subnormal, the last with all bits, the largest
 PANEL_IN = 1.15
+COLOURS = (ACTIVATIONS, GRADIENTS)
 
 
 def exponents(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
@@ -38,6 +39,15 @@ def exponents(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
         values = values[values.isfinite() & (values != 0)]
         counts.update((values.frexp().exponent - 1).tolist())
     return dict(sorted(counts.items()))
+
+
+def share_of_each(counts: dict[int, int]) -> dict[int, float]:
+    """Exponent -> its share of all numbers.
+
+    >>> share_of_each({-2: 1, 0: 3})
+    {-2: 0.25, 0: 0.75}
+    """
+    return {e: count / sum(counts.values()) for e, count in counts.items()}
 
 
 def share_lost(counts: dict[int, int], shift: int = 0) -> float:
@@ -59,25 +69,50 @@ def share_shortened(counts: dict[int, int], shift: int = 0) -> float:
     return below - share_lost(counts, shift)
 
 
-def draw_exponents(counts: dict[int, int], shifts: tuple[int, ...] = (0, 16), what: str = "gradients") -> Figure:
-    """A histogram of `exponents` for each shift: the numbers times 2^shift."""
-    note = f"share of all {what} for each power of two; what fp16 makes of it"
-    figure = page(0.95 + (PANEL_IN + 0.62) * len(shifts), f"How large {what} are", note)
-    low = min(min(counts) + min(shifts), SMALLEST - 4)
-    high = max(max(counts) + max(shifts), LARGEST) + 2
-    for place, shift in enumerate(shifts):
-        axes = panel(figure, 0.3, 0.95 + place * (PANEL_IN + 0.62), 6.4, PANEL_IN)
-        axes.set(xlim=(low, high), ylim=(0, 1.3 * max(counts.values()) / sum(counts.values())))
+def times(counts: dict[int, int], power: int) -> dict[int, int]:
+    """The exponents of the same numbers times 2^power.
+
+    >>> times({-2: 1, 0: 2}, 16)
+    {14: 1, 16: 2}
+    """
+    return {e + power: count for e, count in counts.items()}
+
+
+def draw_exponents(rows: dict[str, dict[str, dict[int, int]]], what: str = "gradients") -> Figure:
+    """A panel for each row, with one or two kinds of numbers in it: row -> kind -> `exponents`.
+
+    The first kind is drawn as bars, the second as a line; each is a share of all numbers of its own kind.
+    """
+    gap = PANEL_IN + 0.72
+    kinds = dict(zip(next(iter(rows.values())), COLOURS))
+    figure = page(1.05 + gap * len(rows), f"How large {what} are", "share for each power of two; what fp16 makes of it")
+    words(figure, 0.3, 0.56, {f"{what} {kind}": colour for kind, colour in kinds.items()})
+    seen = [e for row in rows.values() for counts in row.values() for e in counts]
+    low, high = max(min(*seen, SMALLEST - 4), SMALLEST - 16), max(*seen, LARGEST) + 2
+    for place, (name, row) in enumerate(rows.items()):
+        axes = panel(figure, 0.3, 1.2 + place * gap, 6.4, PANEL_IN)
+        shares = {kind: share_of_each(counts) for kind, counts in row.items()}
+        axes.set(xlim=(low, high), ylim=(0, 1.15 * max(share for part in shares.values() for share in part.values())))
         regions(axes, low, high)
-        total = sum(counts.values())
-        heights = [count / total for count in counts.values()]
-        axes.bar([e + shift + 0.5 for e in counts], heights, width=0.9, color=GRADIENTS, zorder=2)
-        name = "as they are" if shift == 0 else f"times 2^{shift}"
-        lost, shortened = share_lost(counts, shift), share_shortened(counts, shift)
-        text = f"{name}: {lost:.1%} become zero, {shortened:.0%} lose bits"
-        axes.set_title(text, loc="left", fontsize=9.5, fontweight="bold", color=INK, pad=14)
-        scale(axes, "bottom", "exponent of two" if place == len(shifts) - 1 else "")
+        for order, (kind, part) in enumerate(shares.items()):
+            draw_one_kind(axes, part, kinds[kind], as_bars=order == 0)
+        for line, (kind, counts) in enumerate(row.items()):  # in the zone of zeros, which is empty or nearly so
+            lost = f"■ {share_lost(counts):.1%} zero, {share_shortened(counts):.0%} lose bits"
+            height = axes.get_ylim()[1] * (0.88 - 0.16 * line)
+            axes.text(low + 0.3, height, lost, color=kinds[kind], fontsize=8, zorder=4)
+        axes.set_title(name, loc="left", fontsize=9.5, fontweight="bold", color=INK, pad=14)
+        scale(axes, "bottom", "exponent of two" if place == len(rows) - 1 else "")
     return figure
+
+
+def draw_one_kind(axes: Axes, shares: dict[int, float], colour: str, as_bars: bool) -> None:
+    """Bars, or a line with a step at each power of two."""
+    if as_bars:
+        axes.bar([e + 0.5 for e in shares], list(shares.values()), width=0.9, color=colour, zorder=2)
+        return
+    whole = range(min(shares) - 1, max(shares) + 2)  # exponents that do not occur are zeros of the line
+    heights = [shares.get(e, 0.0) for e in whole]
+    axes.plot([e + 0.5 for e in whole], heights, drawstyle="steps-mid", color=colour, linewidth=1.6, zorder=3)
 
 
 def regions(axes: Axes, low: float, high: float) -> None:
