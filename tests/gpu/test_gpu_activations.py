@@ -14,6 +14,8 @@ from zero_mini.activations.checkpointing import checkpoint_blocks
 from zero_mini.course.ranks import Ranks
 from zero_mini.memory.formulas import walk
 from zero_mini.memory.fragmentation import Arena, fragmentation
+from zero_mini.memory.timeline import length
+from zero_mini.memory.timeline import record as kernels_of
 from zero_mini.trainer.gpt import GPT, PRESETS
 from zero_mini.zeroify import zeroify
 
@@ -37,6 +39,12 @@ def apply(model: GPT, setting: str, chunks: int) -> None:
     if SETTINGS[setting]:
         checkpoint_blocks(model, **SETTINGS[setting])
     model.loss_chunks = chunks
+
+
+def compute_ms(step, steps: int = 3) -> float:
+    """Milliseconds of a step in which a kernel runs that is no collective; in the others the GPU waits."""
+    kernels = kernels_of(lambda: [step() for _ in range(steps)])
+    return length((k.start, k.end) for k in kernels if k.kind != "collective") / 1e3 / steps
 
 
 def measure(stage: int, combinations: list[tuple[str, int]], batch: int, steps: int = 10) -> list[dict]:
@@ -79,7 +87,8 @@ def measure(stage: int, combinations: list[tuple[str, int]], batch: int, steps: 
         torch.cuda.synchronize()
         times_ms = [start.elapsed_time(end) for start, end in zip(ends, ends[1:])]
         about = {"stage": stage, "setting": setting, "loss_chunks": chunks, "loss": losses[2].item()}
-        rows.append(about | {"kept_bytes": kept, "peak_bytes": peak, "step_ms": median(times_ms)})
+        times = {"step_ms": median(times_ms), "compute_ms": compute_ms(step)}
+        rows.append(about | {"kept_bytes": kept, "peak_bytes": peak, **times})
     states_bytes = sum(walk(zero, "cuda").values())
     for work in getattr(zero, "arriving", {}).values():
         work.wait()
