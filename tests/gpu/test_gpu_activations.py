@@ -182,3 +182,11 @@ def test_an_arena_trains_what_fragmentation_does_not(record):
     assert free["arena"]["peak_reserved_bytes"] < 0.9 * free["device"]["peak_reserved_bytes"]
     assert capped["arena"]["trained"] and not capped["device"]["trained"]
     assert free["device"]["grads"] == free["arena"]["grads"] == capped["arena"]["grads"]
+
+
+def test_expandable_segments_leave_hardly_anything_free(record, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before the process starts
+    with Ranks(1, backend="nccl", timeout_s=240) as alone:
+        row = alone.run(train_greedy, 16, "device", None)[0]
+    record("fragmentation_expandable", {"layers": 16, "row": row}, cards=1)
+    assert row["trained"] and row["peak_reserved_bytes"] < 1.05 * row["peak_allocated_bytes"]
