@@ -18,6 +18,7 @@ from zero_mini.course.plots import (
     loss_scales,
     moments,
     ownership,
+    peaks,
     per_parameter,
     sent,
     states,
@@ -28,7 +29,6 @@ from zero_mini.course.plots import (
 from zero_mini.course.plots.gantt import Span
 from zero_mini.course.plots.holdings import Holding, Layout, holdings, layout
 from zero_mini.course.plots.moments import Story
-from zero_mini.course.plots.palette import STAGE
 from zero_mini.memory.formulas import model_state_bytes, walk
 from zero_mini.memory.recorder import Recorder
 from zero_mini.memory.timeline import Kernel, length
@@ -460,19 +460,22 @@ def test_a_dot_lies_at_its_bytes_and_its_time():
     assert {"all kept", "every block", "stage 0"} <= set(texts(figure))
 
 
-def test_each_way_to_train_has_its_mark_each_stage_its_colour_and_the_second_of_a_pair_is_hollow():
-    from matplotlib.colors import to_hex
+def test_a_legend_has_the_marks_of_the_dots():
+    figure = tradeoff.draw_tradeoff({name: [(1e9, 1.0, "")] for name in "abcd"}, "Time and memory")
+    assert [text.get_text() for text in figure.texts if text.get_text() in list("●■▲◆")] == ["●", "■", "▲", "◆"]
 
-    ways = {"all kept": {0: [(47e9, 193.0), (43e9, 198.0)], 3: [(35e9, 234.0)]}, "every block": {0: [(28e9, 299.0)]}}
-    figure = tradeoff.draw_ways(ways, "Time and memory", "invented")
+
+def test_a_peak_is_cut_into_its_parts():
+    kept, again = {"states": 20e9, "activations": 22e9, "logits": 3e9}, {"states": 20e9, "gradients": 5e9}
+    figure = peaks.draw_peaks(
+        {"stage 0": {"all kept": kept, "again": again}, "stage 3": {"all kept": kept}}, "Peak", "x"
+    )
     check_layout(figure)
     (axes,) = figure.axes
-    dots = [points for points in axes.collections if len(points.get_offsets())]
-    assert [tuple(points.get_offsets()[0].tolist()) for points in dots] == [(47, 193), (43, 198), (35, 234), (28, 299)]
-    assert [to_hex(points.get_edgecolor()[0]) for points in dots] == [STAGE[stage] for stage in (0, 0, 3, 0)]
-    assert [to_hex(points.get_facecolor()[0]) == "#ffffff" for points in dots] == [False, True, False, False]
-    assert {"stage 0", "stage 3"} <= set(texts(figure))
-    assert [entry.get_text() for entry in axes.get_legend().get_texts()] == list(ways)
+    bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
+    assert bars == [(0, 20), (20, 22), (42, 3), (0, 20), (20, 5), (0, 20), (20, 22), (42, 3)]
+    assert {"stage 0", "stage 3", "all kept", "again", "45.0", "25.0", "states", "gradients"} <= set(texts(figure))
+    assert len({bar.get_facecolor() for bar in axes.patches}) == 4
 
 
 def test_a_dot_s_name_stands_to_its_left_where_another_dot_is_in_the_way():

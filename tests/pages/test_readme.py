@@ -134,7 +134,7 @@ def test_bytes_of_activations_are_those_of_the_recorded_run():
     record = recorded("activations")
     run = record["activations"]
     assert record["machine"]["cards"] == 1 and {row["stage"] for row in run["rows"]} == {0}
-    assert (run["model"], run["batch"], card(record["machine"])) == ("1.5B", 8, "H100 80GB HBM3")
+    assert (run["model"], run["batch"], card(record["machine"])) == ("1.5B", 8, "H200")
     rows = {row["setting"]: row for row in run["rows"]}
     for name in ("all kept", "every block", "every block, on the host"):
         assert not missing(f"{rows[name]['kept_bytes'] / 1e9:.2f}", f"{rows[name]['step_ms']:.0f}")

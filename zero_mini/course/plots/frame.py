@@ -7,7 +7,8 @@ Left out: pictures whose size depends on the number of bars (speed.py, per_param
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from zero_mini.course.plots.palette import FAINT, INK, NEUTRAL
@@ -58,10 +59,13 @@ def scale(axes: Axes, side: str, name: str = "") -> None:
     axis.set_label_text(name, fontsize=8, color=FAINT)
 
 
-def words(figure: Figure, left: float, top: float, coloured: dict[str, str]) -> None:
-    """Words in a row, each behind a square in the colour of what it names: a legend without a box."""
-    for word, colour in coloured.items():
-        write(figure, left, top, "■", va="top", color=colour)
+def words(figure: Figure, left: float, top: float, coloured: dict[str, str], marks: Iterable[str] = ()) -> None:
+    """Words in a row, each behind a mark in the colour of what it names: a legend without a box.
+
+    marks: one letter for each word; a square where none is given.
+    """
+    for (word, colour), mark in zip(coloured.items(), chain(marks, repeat("■"))):
+        write(figure, left, top, mark, va="top", color=colour)
         write(figure, left + 0.13, top, word, va="top")
         left += 0.33 + len(word) * LETTER_IN * 8
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zero_mini.course.plots.frame import LETTER_IN, page, panel, scale, words
-from zero_mini.course.plots.palette import ACTIVATIONS, COMMUNICATION, FAINT, INK, STAGE, tint
+from zero_mini.course.plots.palette import ACTIVATIONS, COMMUNICATION, FAINT, INK, tint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 COLOURS = (INK, ACTIVATIONS, COMMUNICATION, tint(ACTIVATIONS, 0.5))
 ACROSS_IN, DOWN_IN = 6.0, 2.6
-MARKS = ("o", "s", "^", "D")
+MARKS = {"o": "●", "s": "■", "^": "▲", "D": "◆"}  # as matplotlib names it, and as a letter for the legend
 PEAK = "peak, GB (1e9 bytes)"
 
 
@@ -39,7 +39,7 @@ def draw_tradeoff(
     """
     figure = page(4.1, title, note)
     kinds = dict(zip(dots, COLOURS))
-    words(figure, 0.1, 0.6, kinds)
+    words(figure, 0.1, 0.6, kinds, MARKS.values())
     everything = [(nbytes / 1e9, ms) for points in dots.values() for nbytes, ms, _ in points]
     axes, right, top = plane(figure, of, everything)
     for nbytes, ms in law:
@@ -52,23 +52,6 @@ def draw_tradeoff(
                 inches = [((u - x) / right * ACROSS_IN, (v - y) / top * DOWN_IN) for u, v in everything]
                 aside = {"xytext": (-5, 3), "ha": "right"} if is_met(text, inches) else {"xytext": (5, 3)}
                 axes.annotate(text, (x, y), textcoords="offset points", fontsize=7.5, color=INK, **aside)
-    return figure
-
-
-def draw_ways(ways: dict[str, dict[int, list[tuple[float, float]]]], title: str, note: str = "") -> Figure:
-    """ways: a way to train (its mark) -> stage (its colour) -> (peak bytes, milliseconds), the second one hollow."""
-    figure = page(4.1, title, note)
-    stages = sorted({stage for points in ways.values() for stage in points})
-    words(figure, 0.1, 0.6, {f"stage {stage}": STAGE[stage] for stage in stages})
-    everything = [(nbytes / 1e9, ms) for points in ways.values() for pair in points.values() for nbytes, ms in pair]
-    axes, _, _ = plane(figure, PEAK, everything)
-    for (way, points), mark in zip(ways.items(), MARKS):
-        axes.scatter([], [], color=FAINT, marker=mark, s=34, label=way)
-        for stage, pair in points.items():
-            for (nbytes, ms), inside in zip(pair, (STAGE[stage], "white")):
-                look = {"marker": mark, "s": 34, "edgecolors": STAGE[stage], "facecolors": inside}
-                axes.scatter(nbytes / 1e9, ms, linewidths=1.2, zorder=2, **look)
-    axes.legend(loc="lower left", frameon=False, fontsize=7.5)
     return figure
 
 
