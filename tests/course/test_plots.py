@@ -480,8 +480,9 @@ def test_a_peak_is_cut_into_its_parts():
 
 def test_a_dot_s_name_stands_to_its_left_where_another_dot_is_in_the_way():
     given = {"here": [(20e9, 900.0, "in the way"), (24e9, 905.0, "free"), (40e9, 100.0, "far")]}
-    figure = tradeoff.draw_tradeoff(given, "Time and memory")
+    figure = tradeoff.draw_tradeoff(given, "Time and memory", time="ms for a billion")
     check_layout(figure)
+    assert figure.axes[0].get_ylabel() == "ms for a billion"
     sides = {text.get_text(): text.get_ha() for text in figure.axes[0].texts}
     assert sides == {"in the way": "right", "free": "left", "far": "left"}
 

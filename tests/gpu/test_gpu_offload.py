@@ -4,6 +4,7 @@ pytest -m gpu tests/gpu/test_gpu_offload.py --record zero_mini/measured      # o
 """
 
 import gc
+import os
 import time
 from contextlib import contextmanager
 from statistics import median
@@ -131,6 +132,55 @@ def link_rates(nbytes: int = 2**30) -> dict[str, float]:
         torch.cuda.synchronize()
         found[name] = 4 * nbytes / (start.elapsed_time(end) / 1e3)
     return found
+
+
+def rate(moved: int, work, times: int = 5) -> float:
+    """Bytes a second of the fastest of some runs; the first is not counted."""
+    seconds = []
+    for _ in range(times + 1):
+        begun = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - begun)
+    return moved / min(seconds[1:])
+
+
+def host_rates(threads: int, numel: int = 100_000_000) -> dict[str, float]:
+    """Bytes a second of this process on the CPU: a plain copy (8 bytes a number), and fused AdamW in fp32 (28)."""
+    torch.set_num_threads(threads)
+    master = torch.nn.Parameter(torch.zeros(numel))
+    master.grad, target = torch.ones(numel), torch.zeros(numel)
+    optimizer = torch.optim.AdamW([master], fused=True)
+    copied = rate(8 * numel, lambda: target.copy_(master.detach()))
+    return {"copy": copied, "AdamW": rate(28 * numel, optimizer.step)}
+
+
+def copy_rates(pinned: bool, nbytes: int = 2**28) -> dict[str, float]:
+    """Bytes a second of one copy to and from pinned or ordinary memory."""
+    host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    device = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+
+    def copy(target, source):
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+    return {"down": rate(nbytes, lambda: copy(host, device)), "up": rate(nbytes, lambda: copy(device, host))}
+
+
+def test_what_the_host_moves_by_threads_and_by_ranks(record):
+    """A plain copy has no arithmetic: where AdamW moves its bytes no more slowly, memory is what limits it."""
+    cores = len(os.sched_getaffinity(0))
+    found = {"cores": cores, "threads": {}, "ranks": {}}
+    for threads in sorted({2**k for k in range(cores.bit_length()) if 2**k <= cores} | {cores}):
+        with Ranks(1, backend="nccl", timeout_s=200) as alone:
+            found["threads"][threads] = alone.run(host_rates, threads)[0]
+    for count in (1, 2, 4):
+        with Ranks(count, device="cpu", timeout_s=200) as ranks:
+            found["ranks"][count] = ranks.run(host_rates, max(1, cores // count))
+    with Ranks(1, backend="nccl", timeout_s=200) as alone:
+        found["link"] = {name: alone.run(copy_rates, name == "pinned")[0] for name in ("pinned", "ordinary")}
+    print(found)
+    record("host_wall", found, cards=1)
+    assert min(found["link"]["pinned"].values()) > max(found["link"]["ordinary"].values())
 
 
 def costs(config: GPTConfig, batch: int, offload: str | None, micro_batches: list[int], steps: int = 3) -> list[dict]:

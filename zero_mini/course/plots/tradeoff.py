@@ -24,6 +24,7 @@ COLOURS = (INK, ACTIVATIONS, COMMUNICATION, tint(ACTIVATIONS, 0.5))
 ACROSS_IN, DOWN_IN = 6.0, 2.6
 MARKS = {"o": "●", "s": "■", "^": "▲", "D": "◆"}  # as matplotlib names it, and as a letter for the legend
 PEAK = "peak, GB (1e9 bytes)"
+TIME = "ms a step"
 
 
 def draw_tradeoff(
@@ -32,16 +33,18 @@ def draw_tradeoff(
     note: str = "",
     of: str = PEAK,
     law: Sequence[tuple[float, float]] = (),
+    time: str = TIME,
 ) -> Figure:
     """dots: a kind (its colour and mark) -> (bytes, milliseconds, what stands beside the dot).
 
+    of, time: what the axes are of; time may be divided by something, as "ms a step for a billion parameters".
     law: (bytes that a formula expects, milliseconds of the dot that it expects there), each a short upright line.
     """
     figure = page(4.1, title, note)
     kinds = dict(zip(dots, COLOURS))
     words(figure, 0.1, 0.6, kinds, MARKS.values())
     everything = [(nbytes / 1e9, ms) for points in dots.values() for nbytes, ms, _ in points]
-    axes, right, top = plane(figure, of, everything)
+    axes, right, top = plane(figure, of, everything, time)
     for nbytes, ms in law:
         axes.plot([nbytes / 1e9], [ms], marker="|", markersize=22, color=FAINT, zorder=1)
     for (kind, points), mark in zip(dots.items(), MARKS):
@@ -55,11 +58,11 @@ def draw_tradeoff(
     return figure
 
 
-def plane(figure: Figure, of: str, dots: list[tuple[float, float]]) -> tuple[Axes, float, float]:
+def plane(figure: Figure, of: str, dots: list[tuple[float, float]], time: str) -> tuple[Axes, float, float]:
     """Where dots (GB, ms) will lie, from 0 to some more than the largest: the axes, and both ends."""
     axes = panel(figure, 0.6, 0.95, ACROSS_IN, DOWN_IN)
     scale(axes, "bottom", of)
-    scale(axes, "left", "ms a step")
+    scale(axes, "left", time)
     right, top = 1.12 * max(x for x, _ in dots), 1.15 * max(y for _, y in dots)
     axes.set(xlim=(0, right), ylim=(0, top))
     return axes, right, top
