@@ -33,6 +33,7 @@ def test_the_slider_stays_at_the_last_step(kind, last):
         return [text.get_text() for axes in lesson.ring_step(kind, 4, step).axes for text in axes.texts]
 
     assert shown(last) == shown(10) != shown(last - 1)
+    assert len(lesson.ring_step(kind, 4, last + 1).texts) == len(lesson.ring_step(kind, 4, last).texts) + 1
 
 
 def test_the_readme_lists_every_lesson_with_its_time():

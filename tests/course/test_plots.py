@@ -409,8 +409,11 @@ def test_times_of_collectives_are_drawn_where_they_were_measured():
     figure = wire_time.draw_wire_time(**shown)
     check_layout(figure)
     (axes,) = figure.axes
-    for line, points in zip(axes.lines, shown["measured"].values(), strict=True):
+    *lines, both = axes.lines
+    for line, points in zip(lines, shown["measured"].values(), strict=True):
         assert dict(zip(*line.get_data())) == points
+    halves = shown["measured"]["reduce_scatter"], shown["measured"]["all_gather"]
+    assert dict(zip(*both.get_data())) == {nbytes: sum(half[nbytes] for half in halves) for nbytes in halves[0]}
 
 
 def test_a_rate_is_what_one_rank_sends_in_a_second():

@@ -56,7 +56,12 @@ def recorded(name: str) -> dict:
 
 
 def ring_step(kind: str = "all_reduce", N: int = 4, step: int = 0) -> Figure:
-    """One step of a collective, for a slider; a number past the last step gives the last."""
+    """One step of a collective, for a slider; a number past the last step gives the last, and the page says so."""
+    from zero_mini.course.plots.frame import write
     from zero_mini.course.plots.steps import draw_steps, ring_sends
 
-    return draw_steps(kind, N, min(step, len(ring_sends(kind, N))))
+    last = len(ring_sends(kind, N))
+    figure = draw_steps(kind, N, min(step, last))
+    if step > last:
+        write(figure, 3.0, 1.3, f"There is no step {step}: {kind} on {N} ranks ends with step {last}.", va="top")
+    return figure

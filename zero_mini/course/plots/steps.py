@@ -107,8 +107,9 @@ def draw_steps(kind: str, N: int, step: int | None = None) -> Figure:
     each = sum(map(len, sends)) / N  # chunks that a rank sends, on average
     senders = "a rank sends on average" if kind == "broadcast" else "every rank sends"
     note = (
-        "Ranks down, chunks across; a cell says whose data is in it. Framed: what came from the rank above, or\n"
-        f"from the last to the first. In {len(sends) - 1} steps {senders} {each:g} chunks of P/{N} elements, "
+        "Ranks down, chunks across; a cell says whose data is in it. A dark frame: this chunk has just arrived\n"
+        f"from the rank above, at rank 0 from the last. In {len(sends) - 1} steps {senders} {each:g} chunks of P/{N} "
+        f"elements, "
         f"{'2 ' if kind == 'all_reduce' else ''}P (N-1)/N."
     )
     many = 4 if N < 5 else 3

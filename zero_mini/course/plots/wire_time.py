@@ -4,6 +4,8 @@
            |  _________/       the floor is the fixed cost of a call
            |______________ bytes
 
+A dashed line adds the times of reduce-scatter and all-gather, to compare with the all-reduce that sends as much.
+
 Left out: other work at the same time; here each collective runs alone.
 """
 
@@ -13,13 +15,15 @@ from math import log10
 from typing import TYPE_CHECKING
 
 from zero_mini.course.plots.frame import cards, page, panel, scale, spread, three_digits, unit_of
-from zero_mini.course.plots.palette import FAINT, NEUTRAL
+from zero_mini.course.plots.palette import COMMUNICATION, FAINT, NEUTRAL
 from zero_mini.course.plots.sent import LINES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEIGHT_IN = 2.4
+HALVES = "reduce_scatter", "all_gather"
+BOTH = "both halves"  # one after the other
 
 
 def from_measured(record: dict) -> dict:
@@ -33,6 +37,18 @@ def from_measured(record: dict) -> dict:
     return {"measured": measured, "N": machine["cards"], "title": cards(machine)}
 
 
+def with_both_halves(measured: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
+    """Adds the sum of the two halves, if both were measured for the same buffers.
+
+    >>> with_both_halves({"reduce_scatter": {1024: 9.0}, "all_gather": {1024: 8.0}})["both halves"]
+    {1024: 17.0}
+    """
+    first, second = (measured.get(kind, {}) for kind in HALVES)
+    if not first or first.keys() != second.keys():
+        return measured
+    return measured | {BOTH: {nbytes: first[nbytes] + second[nbytes] for nbytes in first}}
+
+
 def draw_wire_time(measured: dict[str, dict[int, float]], N: int, title: str = "") -> Figure:
     """measured: collective -> bytes of the whole buffer -> microseconds, on N ranks; `title` names their machine."""
     note = f"{title}; both axes are logarithmic".removeprefix("; ")
@@ -41,9 +57,11 @@ def draw_wire_time(measured: dict[str, dict[int, float]], N: int, title: str = "
     scale(axes, "bottom", "bytes of the buffer")
     scale(axes, "left")
     axes.set(xscale="log", yscale="log")
+    measured = with_both_halves(measured)
+    lines = LINES | {BOTH: (LINES["all_reduce"][0], COMMUNICATION)}
     for kind, points in measured.items():
-        _, colour = LINES[kind]
-        axes.plot(list(points), list(points.values()), color=colour, linewidth=1.3, marker="o", markersize=3.2)
+        dashed = dict(linestyle="--") if kind == BOTH else dict(marker="o", markersize=3.2)
+        axes.plot(list(points), list(points.values()), color=lines[kind][1], linewidth=1.3, **dashed)
     in_words(axes.xaxis, lambda nbytes: f"{nbytes / unit_of(nbytes)[0]:.0f} {unit_of(nbytes)[1]}")
     in_words(axes.yaxis, lambda us: f"{us / 1e3:g} ms" if us >= 1e3 else f"{us:g} us")
     axes.grid(axis="y", color=NEUTRAL, linewidth=0.4)
@@ -51,7 +69,7 @@ def draw_wire_time(measured: dict[str, dict[int, float]], N: int, title: str = "
     largest = max(max(points) for points in measured.values())
     places = spread([log10(points[max(points)]) for points in measured.values()], 0.2 / HEIGHT_IN * log10(high / low))
     for (kind, points), place in zip(measured.items(), places):
-        sent, colour = LINES[kind]
+        sent, colour = lines[kind]
         rate = sent(N) * max(points) / points[max(points)] * 1e6
         text = f"{kind}, {three_digits(rate / 1e9)} GB/s"
         style = dict(color=colour, fontsize=8, va="center", annotation_clip=False)
