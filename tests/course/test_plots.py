@@ -500,6 +500,7 @@ def test_a_bug_s_losses_lie_over_the_healthy_ones_and_their_difference_on_the_st
         (line,), (strip,) = apart.lines, apart.patches
         assert list(line.get_ydata()) == [with_it - without for without, with_it in zip(*pair)]
         assert strip.get_y() == -0.5 and strip.get_height() == 1.0  # two healthy ones are 0.5 apart
+    assert {axes.get_ylim() for axes in figure.axes[1::2]} == {(-1.25, 1.25)}  # one scale for all differences
     assert {*given, "difference: at most 4.00", "no difference, to the bit"} <= set(texts(figure))
     with pytest.raises(ValueError, match=naming(3, 1)):
         bugs.draw_bugs({"1 · short": (healthy, [3.0])}, [healthy, other])
@@ -512,6 +513,8 @@ def test_a_square_stands_where_a_check_found_a_bug():
     (axes,) = figure.axes
     squares = [text.get_position() for text in axes.texts if text.get_text() == "■"]
     assert squares == [(0.5, 0.5), (1.5, 1.5)]
+    (axes,) = bugs.draw_findings({"stuck": {"one process": "hangs", "memory": True}}, "invented").axes
+    assert [text.get_text() for text in axes.texts if text.get_position()[1] == 0.5] == ["hangs", "■"]
     assert {"late", "large", "one process", "memory"} <= set(texts(figure))
     with pytest.raises(ValueError, match=naming("'large'", "memory")):
         bugs.draw_findings(found | {"large": {"memory": True}})

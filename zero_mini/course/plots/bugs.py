@@ -1,13 +1,14 @@
 """Loss curves with a bug and without, and which check finds which bug.
 
     loss         \\___      with the bug, over the healthy one
-    difference   ==~~==    on a strip: the distance of two healthy trainings with different initial weights
+    difference   ==~~==    on a strip: the distance of two healthy trainings with different initial weights; all
+                           panels have one scale, and what is too large for it leaves the panel
 
                one process   all ranks   memory
     a bug           #            .          .        # found
-    another         .            .          #
+    another         .          hangs        #        or a word: how the bug stopped the check
 
-Left out: the causes; lesson 11 has the bugs.
+Left out: the causes; lesson 08 has the bugs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 Losses = Sequence[float]  # step by step
 ROW_IN, LINE_IN = 1.72, 0.24
+SPREADS = 2.5  # the height of the lower panels, on either side of 0, in distances of two healthy trainings
 HEALTHY, STRIP = tint(INK, 0.45), tint(NEUTRAL, 0.6)
 
 
@@ -83,7 +85,7 @@ def draw_bugs(curves: dict[str, tuple[Losses, Losses]], seeds: Sequence[Losses],
         apart.axhspan(-spread, spread, color=STRIP, linewidth=0)
         apart.plot(differences(healthy, sick), color=GRADIENTS, linewidth=1.2)
         apart.set_title(said(differences(healthy, sick)), loc="left", fontsize=7.5, color=FAINT, pad=3)
-        most = 1.15 * max(map(abs, (spread, *differences(healthy, sick))))
+        most = SPREADS * spread or 1.0
         apart.set(ylim=(-most, most), xlim=losses.get_xlim())
         scale(losses, "left")
         few(losses, losses.get_ylim())
@@ -102,8 +104,8 @@ def few(axes: Axes, limits: tuple[float, float]) -> None:
     axes.set_ylim(*limits)
 
 
-def draw_findings(found: dict[str, dict[str, bool]], note: str = "") -> Figure:
-    """found: a bug -> a check -> whether the check finds it. All bugs were given to the same checks."""
+def draw_findings(found: dict[str, dict[str, bool | str]], note: str = "") -> Figure:
+    """found: a bug -> a check -> whether it finds the bug, or a word for how. All bugs were given to the same checks."""
     checks = list(next(iter(found.values())))
     for bug, row in found.items():
         if list(row) != checks:
@@ -118,6 +120,9 @@ def draw_findings(found: dict[str, dict[str, bool]], note: str = "") -> Figure:
         axes.axhline(line, color=tint(NEUTRAL, 0.5), linewidth=0.6)
         write(figure, 0.1, 0.95 + (line + 0.5) * LINE_IN, bug, va="center")
         for column, check in enumerate(checks):
-            mark, colour = ("■", GRADIENTS) if row[check] else ("·", FAINT)
-            axes.text(column + 0.5, line + 0.5, mark, fontsize=11, color=colour, **label)
+            hit = row[check]
+            mark, colour = ("■" if hit is True else hit, GRADIENTS) if hit else ("·", FAINT)
+            axes.text(
+                column + 0.5, line + 0.5, mark, fontsize=7.5 if isinstance(hit, str) else 11, color=colour, **label
+            )
     return figure
