@@ -195,6 +195,8 @@ def test_what_two_ranks_hold_adds_up_to_the_walk_and_is_drawn_so(ranks, dtype):
         held, _, _, flat, story, before_step, psi = results[0]
         bars[stage], stories[f"stage {stage}"] = held, story
         held_by[stage] = [holding for result in results for holding in result[2][1]]
+        lent = {(holding.rank, holding.low, holding.high) for holding in held_by[stage] if holding.use == "lent"}
+        assert lent == ({(0, 0, flat.P), (1, 0, flat.P)} if stage == 3 else set())
         assert [label for label, _ in story.phases] == ["forward", "backward", "step"]
         assert len(story.totals) == 1 + sum(count for _, count in story.phases)
         assert story.totals[story.phases[0][1] + story.phases[1][1]] == before_step

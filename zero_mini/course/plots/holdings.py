@@ -67,8 +67,8 @@ def holdings(zero: Script, unit: Unit) -> list[Holding]:
     high = low + unit.master.numel()
     if unit.full is not None:
         keep("parameters", unit.full, 0, unit.P)
-    elif hasattr(unit, "slot"):
-        keep("parameters", unit.slot.buffer, 0, unit.P, "lent")
+    else:
+        keep("parameters", unit.place.slot.buffer, 0, unit.P, "lent")
     if zero.mixed:
         keep("master", unit.master, low, high)
     elif unit.full is None:
