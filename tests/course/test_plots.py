@@ -520,3 +520,10 @@ def test_a_square_stands_where_a_check_found_a_bug():
     assert {"late", "large", "one process", "memory"} <= set(texts(figure))
     with pytest.raises(ValueError, match=naming("'large'", "memory")):
         bugs.draw_findings(found | {"large": {"memory": True}})
+
+
+def test_waits_of_all_ranks_have_one_scale():
+    figure = bugs.draw_waits([[50.0, 60.0], [2.0, 3.0]], "invented")
+    check_layout(figure)
+    assert [[bar.get_height() for bar in axes.patches] for axes in figure.axes] == [[50.0, 60.0], [2.0, 3.0]]
+    assert len({axes.get_ylim() for axes in figure.axes}) == 1 and {"rank 0", "rank 1"} <= set(texts(figure))

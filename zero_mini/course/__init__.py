@@ -2,5 +2,6 @@
 
 lesson.py                                 helpers of a lesson's first cell
 ranks.py  rank_process.py  pickling.py    a function run on N ranks from a notebook or a test
+cases.py                                  ten faults, what each leaves behind, and a judge of the names given to them
 plots                                     figures
 """

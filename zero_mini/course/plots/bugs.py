@@ -1,4 +1,4 @@
-"""Loss curves with a bug and without, and which check finds which bug.
+"""Loss curves with a bug and without, which check finds which bug, and how long each rank waits.
 
     loss         \\___      with the bug, over the healthy one
     difference   ==~~==    on a strip: the distance of two healthy trainings with different initial weights; all
@@ -90,7 +90,8 @@ def draw_bugs(curves: dict[str, tuple[Losses, Losses]], seeds: Sequence[Losses],
         scale(losses, "left")
         few(losses, losses.get_ylim())
         scale(apart, "left")
-        few(apart, (-most, most))
+        tick = float(f"{0.8 * most:.0e}")  # one digit
+        apart.set_yticks((-tick, 0, tick))
         if index >= len(curves) - 2:
             scale(apart, "bottom", "step")
     return figure
@@ -105,7 +106,7 @@ def few(axes: Axes, limits: tuple[float, float]) -> None:
 
 
 def draw_findings(found: dict[str, dict[str, bool | str]], note: str = "") -> Figure:
-    """found: a bug -> a check -> whether it finds the bug, or a word for how. All bugs were given to the same checks."""
+    """found: a bug -> a check -> whether it finds the bug, or a word for how. All bugs have the same checks."""
     checks = list(next(iter(found.values())))
     for bug, row in found.items():
         if list(row) != checks:
@@ -125,4 +126,21 @@ def draw_findings(found: dict[str, dict[str, bool | str]], note: str = "") -> Fi
             axes.text(
                 column + 0.5, line + 0.5, mark, fontsize=7.5 if isinstance(hit, str) else 11, color=colour, **label
             )
+    return figure
+
+
+def draw_waits(ms: Sequence[Sequence[float]], note: str = "") -> Figure:
+    """ms: milliseconds that each rank waited in each step. All ranks have one scale."""
+    figure = page(1.05 + len(ms) * ROW_IN / 2, "How long each rank waits for collectives, in ms", note)
+    most = 1.1 * max(map(max, ms))
+    for rank, waited in enumerate(ms):
+        top = 0.8 + rank * ROW_IN / 2
+        write(figure, 0.1, top + 0.3, f"rank {rank}", va="center")
+        axes = panel(figure, 1.1, top, 5.8, 0.62)
+        axes.bar(range(1, len(waited) + 1), waited, width=0.6, color=GRADIENTS)
+        axes.set(ylim=(0, most), xlim=(0.5, len(waited) + 0.5))
+        scale(axes, "left")
+        few(axes, (0, most))
+        if rank == len(ms) - 1:
+            scale(axes, "bottom", "step")
     return figure
