@@ -13,12 +13,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zero_mini.course.plots.frame import page, panel, scale, three_digits, unit_of, words, write
-from zero_mini.course.plots.palette import ACTIVATIONS, COMMUNICATION, FAINT, GRADIENTS, INK, OPTIMIZER
+from zero_mini.course.plots.palette import ACTIVATIONS, FAINT, GRADIENTS, INK, OPTIMIZER, tint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOURS = (OPTIMIZER, ACTIVATIONS, COMMUNICATION, GRADIENTS)
+COLOURS = (OPTIMIZER, ACTIVATIONS, tint(ACTIVATIONS, 0.5), GRADIENTS)
 ROW_IN, GAP_IN, LEFT_IN, ACROSS_IN = 0.2, 0.14, 2.45, 4.1
 
 
