@@ -100,6 +100,24 @@ def test_text_can_be_read_on_every_colour_and_every_colour_as_text():
         assert contrast(as_text(colour), "#ffffff") >= contrast(as_text(colour), palette.PAPER) >= 4.5, name
 
 
+def test_words_beside_a_curve_or_a_bar_can_be_read_on_white():
+    from matplotlib.colors import to_hex
+
+    from zero_mini.course.plots import curves, loss_scales, states
+
+    def record(name):
+        return json.loads((MEASURED / f"{name}.json").read_text())
+
+    figures = [
+        curves.draw_curves(curves.from_measured(record("training"))),
+        loss_scales.draw_loss_scales([2.0**16, 2.0**15], [False, True]),
+        states.draw_states(**states.from_measured(record("memory"))),
+    ]
+    for figure in figures:
+        words = [text for axes in figure.axes for text in axes.texts if re.search("[a-z]", text.get_text())]
+        assert words and all(contrast(to_hex(text.get_color()), "#ffffff") >= READABLE for text in words)
+
+
 def test_slides_write_in_the_colours_of_the_pictures():
     theme = (MEASURED.parents[1] / "slides" / "theme.css").read_text()
     colours = dict(re.findall(r"--(\w+): (#\w{6});", theme))
