@@ -31,7 +31,7 @@ from zero_mini.course.plots.model_states import (
     psi_of,
     states_by_stage,
 )
-from zero_mini.course.plots.palette import CATEGORY, FAINT, INK, tint
+from zero_mini.course.plots.palette import CATEGORY, FAINT, INK, text_on, tint
 from zero_mini.course.plots.states import SHARDED, segments
 from zero_mini.memory.formulas import OPTIMIZERS
 
@@ -90,12 +90,13 @@ def _amount(nbytes: float, longest: float) -> str:
 def _draw_stacks(axes: Axes, states: dict[int, dict[str, float]], chosen: int, names: list[str]) -> None:
     longest = sum(states[0].values())
     for stage, held in states.items():
-        share, weight, ink = (1.0, "bold", "white") if stage == chosen else (0.4, "normal", INK)
+        share, weight = (1.0, "bold") if stage == chosen else (0.4, "normal")
         for category, start, nbytes in segments(held):
-            style = dict(color=tint(CATEGORY[category], share), edgecolor="white", linewidth=0.6, zorder=2)
+            colour = tint(CATEGORY[category], share)
+            style = dict(color=colour, edgecolor="white", linewidth=0.6, zorder=2)
             axes.bar(stage, nbytes, 0.62, bottom=start, **style)
             if nbytes / axes.get_ylim()[1] * HEIGHT_IN > 0.14:
-                style = dict(ha="center", va="center", fontsize=8, color=ink, zorder=3)
+                style = dict(ha="center", va="center", fontsize=8, color=text_on(colour), zorder=3)
                 axes.text(stage, start + nbytes / 2, _amount(nbytes, longest), **style)
         total = sum(held.values())
         style = dict(fontsize=9.5, fontweight=weight, color=INK, ha="center", va="bottom", zorder=3)

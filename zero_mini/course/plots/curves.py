@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zero_mini.course.plots.frame import page, panel, scale, spread
-from zero_mini.course.plots.palette import FAINT, STAGE
+from zero_mini.course.plots.palette import FAINT, STAGE, as_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -115,4 +115,4 @@ def label_ends(
         places.sort(reverse=True)
     right = axes.get_xlim()[1]
     for (stage, _), place in zip(ends.items(), places):
-        axes.text(right, place, " " + called(stage), va="center", fontsize=8.5, color=shade[stage])
+        axes.text(right, place, " " + called(stage), va="center", fontsize=8.5, color=as_text(shade[stage]))

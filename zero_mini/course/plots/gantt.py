@@ -27,6 +27,7 @@ from zero_mini.course.plots.palette import (
     NEUTRAL,
     OPTIMIZER,
     PARAMETERS,
+    text_on,
     tint,
 )
 from zero_mini.memory.timeline import Kernel, length, union
@@ -188,7 +189,8 @@ def draw_rank(axes: Axes, row: int, spans: list[Span], right: float) -> None:
 def write(axes: Axes, span: Span, end: float, y: float, right: float) -> None:
     """The unit's name inside what is seen of its bar, up to `end`: a block's number alone if need be."""
     unit = span.label.partition(" ")[2]
+    style = dict(ha="center", va="center", fontsize=7.5)
     for text in (unit, unit.rpartition(".")[2]):
         if text and (end - span.start) / right * WIDTH_IN > (len(text) + 0.6) * LETTER_IN * 7.5:
-            axes.text((span.start + end) / 2, y, text, ha="center", va="center", fontsize=7.5, color="white")
+            axes.text((span.start + end) / 2, y, text, color=text_on(KINDS[span.kind]), **style)
             return

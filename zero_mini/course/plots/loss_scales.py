@@ -13,7 +13,7 @@ from math import log2
 from typing import TYPE_CHECKING
 
 from zero_mini.course.plots.frame import page, panel, scale
-from zero_mini.course.plots.palette import FAINT, GRADIENTS, INK
+from zero_mini.course.plots.palette import FAINT, GRADIENTS, INK, as_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,6 +35,6 @@ def draw_loss_scales(scales: list[float], stepped: list[bool], note: str = "") -
     axes.yaxis.set_major_formatter(lambda value, _: f"$2^{{{value:g}}}$")
     label = dict(transform=axes.transAxes, fontsize=8, va="center")
     axes.text(1.02, 0.7, "scale", color=INK, **label)
-    axes.text(1.02, 0.45, "X skipped", color=GRADIENTS, **label)
+    axes.text(1.02, 0.45, "X skipped", color=as_text(GRADIENTS), **label)
     axes.text(1.02, 0.25, f"{len(skipped)} of {len(scales)} steps", color=FAINT, **label)
     return figure

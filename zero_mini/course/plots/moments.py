@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zero_mini.course.plots.frame import LETTER_IN, cards, page, panel, scale, three_digits, unit_of, words
-from zero_mini.course.plots.palette import CATEGORY, FAINT, INK, NEUTRAL
+from zero_mini.course.plots.palette import CATEGORY, FAINT, INK, NEUTRAL, text_on
 from zero_mini.memory.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL_IN = (2.85, 1.75)
+WHITE = dict(facecolor="white", edgecolor="none", pad=1)  # a box behind text that may lie on colours
 # Categories that hardly change lie below, so that the others have a level base.
 ORDER = ("parameters", "optimizer", "gradients", "activations", "communication", "other")
 
@@ -135,9 +136,12 @@ def draw_moments(stories: dict[str, Story], title: str = "", card_bytes: float |
         axes.set_title(name + verdict, loc="left", fontsize=9.5, fontweight="bold", color=INK, pad=4)
         if place or card_bytes is not None:
             is_above = peaks[name] > line
+            if is_above:
+                axes.axhline(line, color="white", linewidth=2)  # so that the dashes can be seen on any colour
             axes.axhline(line, color=INK if is_above else FAINT, linewidth=0.7, linestyle=(0, (4, 3)))
-            text = dict(ha="right", va="bottom", fontsize=7.5, color=INK if is_above else FAINT)
-            axes.text(sum(widths), line, what, **text)
+            text = dict(xytext=(-2, -4 if is_above else 2), textcoords="offset points", ha="right", fontsize=7.5)
+            text |= dict(va="top", bbox=WHITE, color=INK) if is_above else dict(va="bottom", color=FAINT)
+            axes.annotate(what, (sum(widths), line), **text)
         scale(axes, "left", unit if place % 2 == 0 else "")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value / size:g}")
     largest = {category: max(max(story.series[category]) for story in stories.values()) for category in ORDER}
@@ -167,22 +171,31 @@ def draw_story(axes: Axes, story: Story, widths: list[float], size: float, named
     for (name, _), width in zip(story.phases, widths):
         if start:
             top = axes.get_ylim()[1]
-            axes.plot([start] * 2, [0, floor[x.index(start)]], color="white", linewidth=0.9)
+            axes.plot([start] * 2, [0, level(x, floor, start, sum(widths) / 25)], color="white", linewidth=0.9)
             axes.plot([start] * 2, [0, -0.1 * top], color=INK, linewidth=0.7, clip_on=False)
         axes.text(start + width / 2, -0.03 * axes.get_ylim()[1], name, ha="center", va="top", fontsize=8, color=INK)
         start += width
     axes.axhline(0, color=NEUTRAL, linewidth=0.8)
 
 
+def level(x: list[float], roof: list[float], place: float, around: float) -> float:
+    """The lowest point of `roof` near the place: a spike there rises above it, and a line up to it leaves it whole.
+
+    >>> level([0, 1, 2, 3, 4], [5, 6, 9, 7, 1], place=2, around=1)
+    6
+    """
+    return min(high for at, high in zip(x, roof) if abs(at - place) <= around)
+
+
 def label(axes: Axes, text: str, x: list[float], floor: list[float], roof: list[float], widths: list[float]) -> bool:
     """Write `text` into the band between floor and roof where it is widest; False if it fits nowhere."""
     right, top = axes.get_xlim()[1], axes.get_ylim()[1]
-    width = (len(text) + 2) * LETTER_IN * 8 / PANEL_IN[0] * right
+    width = (1.2 * len(text) + 2) * LETTER_IN * 8 / PANEL_IN[0] * right  # bold letters are wider
     middle, low, high = roomiest(x, floor, roof, width, [sum(widths[:k]) for k in range(1, len(widths))])
     if (high - low) / top * PANEL_IN[1] < 0.13:
         return False
     style = dict(ha="center", va="center_baseline", fontsize=8, fontweight="bold")
-    axes.text(middle, (low + high) / 2, text, color=INK if text == "other" else "white", **style)
+    axes.text(middle, (low + high) / 2, text, color=text_on(CATEGORY[text]), **style)
     return True
 
 

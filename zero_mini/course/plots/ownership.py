@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from zero_mini.course.plots.frame import LETTER_IN, page, panel, three_digits, unit_of
 from zero_mini.course.plots.holdings import Holding, Layout
-from zero_mini.course.plots.palette import FAINT, GRADIENTS, INK, NEUTRAL, OPTIMIZER, PARAMETERS, tint
+from zero_mini.course.plots.palette import FAINT, GRADIENTS, INK, NEUTRAL, OPTIMIZER, PARAMETERS, as_text, tint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -130,6 +130,6 @@ def name_strips(axes: Axes, depths: dict) -> None:
             va="center",
             fontsize=7.5,
             fontweight="bold",
-            color=STRIPS[what] if what in ("parameters", "gradients") else OPTIMIZER,
+            color=as_text(STRIPS[what] if what in ("parameters", "gradients") else OPTIMIZER),
         )
         axes.text(1.01, 1 - y, text, transform=axes.transAxes, **style)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zero_mini.course.plots.palette import CATEGORY, FAINT, INK, NEUTRAL
+from zero_mini.course.plots.palette import CATEGORY, FAINT, INK, NEUTRAL, as_text, text_on
 from zero_mini.course.plots.states import segments
 
 if TYPE_CHECKING:
@@ -32,12 +32,11 @@ def draw_per_parameter(
                 place, length, left=start, height=0.42, color=CATEGORY[category], edgecolor="white", linewidth=0.8
             )
             if length > 0.8:
-                axes.text(
-                    start + length / 2, place, f"{length:.1f}", ha="center", va="center", fontsize=7.5, color="white"
-                )
+                style = dict(ha="center", va="center", fontsize=7.5, color=text_on(CATEGORY[category]))
+                axes.text(start + length / 2, place, f"{length:.1f}", **style)
             if category not in named and length > 0.5:  # where a category comes first, its name stands above
                 named.add(category)
-                axes.text(start, place - 0.26, category, va="bottom", fontsize=7.5, color=CATEGORY[category])
+                axes.text(start, place - 0.26, category, va="bottom", fontsize=7.5, color=as_text(CATEGORY[category]))
         for category, start, length in segments({c: b / psi for c, b in formula.get(label, {}).items()}):
             axes.barh(place + 0.3, length, left=start, height=0.1, color=CATEGORY[category], alpha=0.75)
         axes.text(

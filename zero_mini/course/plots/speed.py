@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero_mini.course.plots.palette import FAINT, INK, NEUTRAL, PARAMETERS
+from zero_mini.course.plots.palette import FAINT, INK, NEUTRAL, PARAMETERS, text_on
 
 if TYPE_CHECKING:  # matplotlib is for those who draw: it is imported where that begins
     from matplotlib.axes import Axes
@@ -74,9 +74,10 @@ def panel(axes: Axes, name: str, entry: dict) -> None:
             axes.text(0.01 * fastest, place, shortened(score["reason"]), va="center", fontsize=8, color=FAINT)
             continue
         speed = score["tokens_s"]
-        axes.barh(place, speed, height=0.72, color=PARAMETERS if is_ours(system) else NEUTRAL, zorder=2)
+        colour = PARAMETERS if is_ours(system) else NEUTRAL
+        axes.barh(place, speed, height=0.72, color=colour, zorder=2)
         inside = dict(ha="right", va="center", fontsize=8, zorder=4)
-        axes.text(speed - 0.012 * fastest, place, f"{speed:,.0f}", color="white" if is_ours(system) else INK, **inside)
+        axes.text(speed - 0.012 * fastest, place, f"{speed:,.0f}", color=text_on(colour), **inside)
         if "peak_bytes" in row:
             memory = f"{row['peak_bytes'] / 2**30:.0f} GiB"
             axes.text(1.05 * fastest, place, memory, va="center", fontsize=8, color=FAINT)

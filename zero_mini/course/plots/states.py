@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zero_mini.course.plots.frame import LETTER_IN, cards, page, panel, spread, three_digits, unit_of
-from zero_mini.course.plots.palette import CATEGORY, FAINT, INK, tint
+from zero_mini.course.plots.palette import CATEGORY, FAINT, INK, as_text, text_on, tint
 from zero_mini.memory.formulas import model_state_bytes
 
 if TYPE_CHECKING:
@@ -103,11 +103,11 @@ def bar(axes: Axes, y: float, height: float, held: dict[str, float], size: float
         axes.barh(y, nbytes, height, left=start, color=colour, edgecolor="white", linewidth=0.6)
         text = three_digits(nbytes / size)
         if share == 1 and inside(text, nbytes, axes.get_xlim()[1]):
-            axes.text(start + nbytes / 2, y, text, ha="center", va="center", fontsize=8, color="white")
+            axes.text(start + nbytes / 2, y, text, ha="center", va="center", fontsize=8, color=text_on(colour))
 
 
 def write_above(axes: Axes, row: int, texts: list[tuple[str, float, str]], longest: float) -> None:
     """Above their segments: categories that come for the first time, and numbers that are too long to be inside."""
     for (category, _, text), place in zip(texts, spread([middle for _, middle, _ in texts], 0.78 / WIDTH_IN * longest)):
-        style = dict(ha="center", va="bottom", fontsize=8, fontweight="bold", color=CATEGORY[category])
+        style = dict(ha="center", va="bottom", fontsize=8, fontweight="bold", color=as_text(CATEGORY[category]))
         axes.text(place, row, text, **style)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zero_mini.course.plots.frame import page, panel
-from zero_mini.course.plots.palette import COMMUNICATION, FAINT, GRADIENTS, INK, NEUTRAL, PARAMETERS, tint
+from zero_mini.course.plots.palette import COMMUNICATION, FAINT, GRADIENTS, INK, NEUTRAL, PARAMETERS, text_on, tint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -140,7 +140,7 @@ def draw_state(axes: Axes, state: State, sent: list[tuple[int, int]], colour: st
             new = (r, c) in arrived
             style = dict(facecolor=fill, edgecolor=INK if new else NEUTRAL, linewidth=1.4 if new else 0.6)
             axes.add_patch(_square(c, r, side, style))
-            ink = "white" if full else INK
+            ink = text_on(fill)
             size = 8.5 if len(cell) in (1, N) else 7.5 if len(cell) < 4 else 6.8
             axes.text(c + side / 2, r + side / 2, written(cell, N), ha="center", va="center", fontsize=size, color=ink)
             if new:
