@@ -11,7 +11,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 
-@pytest.fixture(params=PRECISIONS, ids=lambda param: f"stage{param[0]}-{'bf16' if param[1] else 'fp32'}")
+# What a script reads, writes and freezes at stage 1 is what it does at stage 2; stage 1 is here in bf16.
+@pytest.fixture(
+    params=[each for each in PRECISIONS if each != (1, EXACT)],
+    ids=lambda param: f"stage{param[0]}-{'bf16' if param[1] else 'fp32'}",
+)
 def compare(request, ranks) -> Compare:
     return Compare(ranks, *request.param)
 

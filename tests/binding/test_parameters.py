@@ -221,9 +221,13 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("moment", ["start", "evaluation", "backward", "step", "end"])
-@pytest.mark.parametrize("part", PARTS)
-def test_a_write_in_place_counts_or_raises(compare, moment, part):
+MOMENTS = ("start", "evaluation", "backward", "step", "end")
+
+
+@pytest.mark.parametrize(
+    "part, moment", [*(("block", each) for each in MOMENTS), ("root", "start"), ("root", "backward")]
+)
+def test_a_write_in_place_counts_or_raises(compare, part, moment):
     def script(job):
         def now(name):
             if name == moment:

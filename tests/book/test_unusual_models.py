@@ -72,7 +72,7 @@ def watched_steps(job) -> None:
 
 
 @pytest.mark.parametrize("model", [UsesAWeight, CallsAPart])
-@pytest.mark.parametrize("owner, turn", [(0, 0), (0, 1), (0, 2), (0, 3), (1, 3), (2, 0), (2, 2)])
+@pytest.mark.parametrize("owner, turn", [(0, 0), (0, 1), (0, 3), (1, 3), (2, 0)])
 def test_a_block_used_outside_its_own_call_works_or_is_loud(compare_fp32, model, owner, turn):
     compare_fp32(watched_steps, build=lambda: model(owner, turn), may_raise=True, may_refuse=True)
 

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import itertools
 import os
 import shlex
 import shutil
@@ -44,7 +45,13 @@ def parities(cases: list, loops: list[Loop], reference: type = TorchDDP) -> list
 # --- against torch DDP, and against the same stage without offload --------------------------------
 
 
-@pytest.mark.parametrize("name", ZOO)
+MODELS = (  # whose updates differ from each other's; a block that is computed again is updated as any other
+    *("plain blocks", "tied embedding and head", "frozen", "unused on some ranks", "odd sizes", "0-dim and 0-element"),
+    *("ranks start differently", "unit called twice", "order changes", "checkpoint, re-entrant"),
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_every_model_trains_as_under_torch_ddp(ranks, name):
     assert agree(ranks(2).run(parities, [ZOO[name]], [Loop("AdamW", offload="host", watch=False)]))
 
@@ -157,20 +164,22 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_elementwise_optimizer_does_what_it_does_without_offload(ranks, name, tmp_path):
-    def work(make: Callable, folder: str) -> list[str]:
+    """The first at all stages and in two precisions: the stages update in one way, whatever the optimizer is."""
+    every = itertools.product(STAGES, (torch.float32, torch.bfloat16)) if name == "AdamW" else [(2, torch.bfloat16)]
+
+    def work(make: Callable, folder: str, combinations: list) -> list[str]:
         found = []
-        for stage in STAGES:
-            for dtype in (torch.float32, torch.bfloat16):
-                runs = {}
-                for place in (None, "host", folder):
-                    training = Training(stage, place, make, dtype)
-                    for number in range(3):
-                        training.step(number, clip=None if number == 2 else 0.1)
-                    runs[place] = training.outcome()
-                found += [f"{place}, stage {stage}, {dtype}" for place in runs if not same(runs[None], runs[place])]
+        for stage, dtype in combinations:
+            runs = {}
+            for place in (None, "host", folder):
+                training = Training(stage, place, make, dtype)
+                for number in range(3):
+                    training.step(number, clip=None if number == 2 else 0.1)
+                runs[place] = training.outcome()
+            found += [f"{place}, stage {stage}, {dtype}" for place in runs if not same(runs[None], runs[place])]
         return found
 
-    assert agree(ranks(2).run(work, OPTIMIZERS[name], str(tmp_path)))
+    assert agree(ranks(2).run(work, OPTIMIZERS[name], str(tmp_path), list(every)))
 
 
 def test_in_fp16_the_same_steps_are_skipped(ranks, tmp_path):
@@ -283,7 +292,7 @@ def test_what_is_sent_between_ranks_is_what_the_stage_sends(ranks, tmp_path):
     assert all(ranks(2).run(work, str(tmp_path)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_bytes_are_those_of_the_table(ranks, world_size, tmp_path):
     """update/offload.py: 2 or 2/N of parameters stay, 14/N are at the host; disk.py: 24/N in files, 2/N at the host."""
 
