@@ -32,8 +32,8 @@ MEANING = {  # kind of a fault -> what it usually means
     "shapes": "full_parameters() gives whole parameters in the shapes of the model",
     "old forward": "parameters are right after the steps, but a forward computed with other ones",
     "nan": "memory was read that nobody had written",
-    "unchanged": "these parameters did not change: their gradients are not sent, they are not updated, or an old copy "
-    "is read",
+    "unchanged": "these parameters did not change: at stage 3 usually a buffer from before the update is read, at the "
+    "others their gradients are not sent, or they are not updated",
     "unchanged root": "the root did not change: parameters that are in no block need a unit, too",
     "summed": "the change is N times the right one: gradients are summed over ranks, not averaged",
     "one slice": "each rank has only its own slice of the update: the all-gather after the step is missing",

@@ -1,4 +1,4 @@
-"""my_zero.py as one student could have it after lesson 04. The protocol of the four classes is docs/my_zero.md."""
+"""My own ZeRO: the classes DDP, Zero1, Zero2 and Zero3 of the protocol in docs/my_zero.md."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ def views(flat, params):
 
 
 def take_grads(params, N):
-    """One new buffer (P) with the gradients, which the parameters give up. An unused parameter has zeros."""
+    """One new buffer (P) with the gradients, which the parameters give up; zeros for an unused one."""
     flat = flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in params], N)
     for p in params:
         p.grad = None
