@@ -54,6 +54,16 @@ class Zero2(Zero2):
         shard = torch.empty_like(self.shards[i])
         self.in_flight.append((i, shard, grad, self.comm.reduce_scatter(shard, grad, f"unit {i}")))
 """
+SUMS_FIRST = """
+
+class Zero2(Zero2):
+    def backward(self, loss, last=True):
+        DDP.backward(self, loss, last)
+
+    def send(self, i):
+        if self.last:
+            super().send(i)
+"""
 TO_BITS, MICRO, WAITS, TRAFFIC, TRAFFIC_2, MEMORY, FROZEN, UNUSED, ON_3, ROUNDED, PEAK = range(11)
 
 # (stage, what is replaced, by what, the check that finds it, the fault's kind)
@@ -73,7 +83,7 @@ PLANTED = {
     "pile": (2, None, PILE, PEAK, "pile"),
     "overwrites": (2, "p.grad = shard if p.grad is None else p.grad + shard", "p.grad = shard", MICRO, "micro-batches"),
     "buffer in flight": (2, None, SAME_BUFFER, WAITS, "early"),
-    "sums first": (2, "super().backward(loss, last=True)", "super().backward(loss, last)", TRAFFIC_2, "summed before"),
+    "sums first": (2, None, SUMS_FIRST, TRAFFIC_2, "summed before"),
     "stale slots": (3, "self.holds = [None, None]  # the", "pass  # the", TO_BITS, "unchanged"),
     "no gather in backward": (3, BACKWARD_HOOK, "", TO_BITS, "gradients"),
     "root not gathered": (3, "            if not is_block:\n", "            if False:\n", TO_BITS, "unchanged root"),

@@ -9,7 +9,7 @@ from zero_mini.comm import Comm
 
 
 def split_model(model):
-    """[(module, its parameters), ...]: one entry for each block, one (None, ...) for the rest. Only trainable ones."""
+    """[(block, its parameters), ..., (None, the rest)]: only trainable ones, and no entry without any."""
     units = [(block, [p for p in block.parameters() if p.requires_grad]) for block in model.blocks]
     in_blocks = {id(p) for _, params in units for p in params}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in in_blocks]
@@ -37,7 +37,7 @@ def take_grads(params, N):
 
 
 class DDP:
-    """Stage 0: each unit's gradients are all-reduced as soon as backward has computed the last of them."""
+    """Stage 0: the gradients of each unit are all-reduced, at best while backward still computes others."""
 
     def __init__(self, model, make_optimizer):
         self.model, self.comm = model, Comm()

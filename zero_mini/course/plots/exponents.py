@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from zero_mini.course.plots.frame import page, panel, scale, words
-from zero_mini.course.plots.palette import ACTIVATIONS, FAINT, GRADIENTS, INK, NEUTRAL, tint
+from zero_mini.course.plots.palette import ACTIVATIONS, FAINT, GRADIENTS, INK, NEUTRAL, as_text, tint
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +99,7 @@ def draw_exponents(rows: dict[str, dict[str, dict[int, int]]], what: str = "grad
         for line, (kind, counts) in enumerate(row.items()):  # in the zone of zeros, which is empty or nearly so
             lost = f"■ {share_lost(counts):.1%} zero, {share_shortened(counts):.0%} lose bits"
             height = axes.get_ylim()[1] * (0.88 - 0.16 * line)
-            axes.text(low + 0.3, height, lost, color=kinds[kind], fontsize=8, zorder=4)
+            axes.text(low + 0.3, height, lost, color=as_text(kinds[kind]), fontsize=8, zorder=4)
         axes.set_title(name, loc="left", fontsize=9.5, fontweight="bold", color=INK, pad=14)
         scale(axes, "bottom", "exponent of two" if place == len(rows) - 1 else "")
     return figure

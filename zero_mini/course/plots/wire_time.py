@@ -15,7 +15,7 @@ from math import log10
 from typing import TYPE_CHECKING
 
 from zero_mini.course.plots.frame import cards, page, panel, scale, spread, three_digits, unit_of
-from zero_mini.course.plots.palette import COMMUNICATION, FAINT, NEUTRAL
+from zero_mini.course.plots.palette import COMMUNICATION, FAINT, NEUTRAL, as_text
 from zero_mini.course.plots.sent import LINES
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def draw_wire_time(measured: dict[str, dict[int, float]], N: int, title: str = "
         sent, colour = lines[kind]
         rate = sent(N) * max(points) / points[max(points)] * 1e6
         text = f"{kind}, {three_digits(rate / 1e9)} GB/s"
-        style = dict(color=colour, fontsize=8, va="center", annotation_clip=False)
+        style = dict(color=as_text(colour), fontsize=8, va="center", annotation_clip=False)
         axes.annotate(text, (largest * 1.6, 10**place), **style)
     axes.annotate(
         "sent by one rank, largest buffer", (largest * 1.6, 10 ** (min(places) - 0.35)), **style | {"color": FAINT}
