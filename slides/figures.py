@@ -123,7 +123,7 @@ def speed() -> Figure:
 def exponents_of_gradients() -> Figure:
     found = runs.exponents_of_gradients()
     larger = {kind: exponents.times(counts, 16) for kind, counts in found.items()}
-    return bare(exponents.draw_exponents({"after 100 steps": found, "times 2^16": larger}), 1.2)
+    return bare(exponents.draw_exponents({"after 100 steps": found, "times 2^16": larger}), 1.25)
 
 
 def scale_over_time() -> Figure:
