@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 COLLECTIVES = """all_reduce broadcast reduce_scatter reduce_scatter_tensor reduce_scatter_single all_gather
     all_gather_into_tensor all_gather_single reduce gather scatter all_to_all all_to_all_single""".split()
 
-FEW = 256
+FEW = 256  # whole numbers; a larger tensor of them could be parameters in disguise
 
 
 class Traffic(TorchDispatchMode):
