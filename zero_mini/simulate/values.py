@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 try:
     import triton
@@ -85,6 +86,7 @@ def single(value: float) -> float:
     return torch.tensor(value, dtype=torch.float32).item()
 
 
+@_disable_current_modes()  # a Recorder need not see these short-lived tensors, which are many
 def fill_by_torch(out: Tensor, key: int, start: int, mean: float, scale: float) -> None:
     for at in range(0, out.numel(), AT_ONCE[out.device.type]):
         part = out[at : at + AT_ONCE[out.device.type]]
