@@ -11,6 +11,8 @@ units lower both, and the peak at the start. Each unit is a further collective, 
 Left out: one matrix cut by rows. A layer is one unit, however large it is.
 """
 
+from collections import Counter
+
 from torch import nn
 
 from zero_mini.binding.units import find_blocks, is_called, merge_blocks
@@ -43,11 +45,13 @@ def split_blocks(model: nn.Module, most_numel: int, least_numel: int = 0) -> lis
     large = {id(block) for _, block in find_blocks(model) if numel_of(block) > most_numel}
     if not large:
         return merge_blocks(model, least_numel)
+    parts = {id(block): parts_of(block, most_numel) for _, block in find_blocks(model)}
+    seen = Counter(id(module) for found in parts.values() for part in found for module in part.modules())
     units: list[list[nn.Module]] = []
     numel_to_add = 0
     for _, block in find_blocks(model):
         if id(block) in large:
-            units += [[part] for part in parts_of(block, most_numel)]
+            units += [[part] for part in parts[id(block)] if seen[id(part)] == 1]  # of two blocks: the root's
             numel_to_add = 0
             continue
         if numel_to_add <= 0:
