@@ -28,14 +28,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zero_mini import zeroify
-from zero_mini.binding.units import merge_blocks
 from zero_mini.comparison import ablations
 from zero_mini.comparison.works import ADAMW, Work
 from zero_mini.memory import formulas
 from zero_mini.script import Script
 from zero_mini.trainer.gpt import GPT
-
-UNIT_NUMEL = 25_000_000  # parameters: one block of the 1.5B model, two of 350M, four of 124M
 
 
 @dataclass
@@ -105,9 +102,8 @@ def stepper(call: Callable[..., Tensor], optimizer: torch.optim.Optimizer, autoc
 def build_zero(stage: int | type[Script], work: Work, device: torch.device, offload: str | None = None) -> Trainee:
     model = make_model(work, device)
     optimizer = adamw(model, work)
-    units = merge_blocks(model, UNIT_NUMEL) if device.type == "cuda" else None
     dtype = torch.bfloat16 if work.bf16 else None
-    zero = zeroify(model, optimizer, stage=stage, dtype=dtype, units=units, offload=offload)
+    zero = zeroify(model, optimizer, stage=stage, dtype=dtype, offload=offload)
     return Trainee(model, stepper(model, optimizer), optimizer, zero)
 
 
