@@ -155,7 +155,7 @@ class Unit:
     def take_values(
         self, initialise: Callable[[str, torch.Tensor], None] | None, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A new buffer (P) with the parameters' values and zeros in the gaps; parameters become views of it, one by one.
+        """A new buffer (P) with the parameters' values and zeros in the gaps; one by one they become views of it.
 
         A parameter built on the meta device gets its values from initialise(name, tensor), in the buffer itself. The
         memory of any other is free as soon as it is copied, so that there are never two copies of the whole unit.

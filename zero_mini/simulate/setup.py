@@ -81,7 +81,7 @@ class Setup:
         zero = zeroify(
             *(model, torch.optim.AdamW(param_groups(model, 0.1), lr=1e-4, fused=True), self.stage),
             **{"comm": comm, "dtype": DTYPES[self.precision], "device": self.device},
-            units=None if self.split is None else split_blocks(model, self.split),
+            units=split_blocks(model, self.split) if self.split and 12 * self.config.d**2 > self.split else None,
             initialise=values.initialise,
         )
         comm.follow(zero)
