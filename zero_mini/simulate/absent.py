@@ -15,6 +15,7 @@ Left out: batches that differ between ranks; NCCL's order of summation; the time
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class Absent(Comm):
         self.values = values
         self.kept: dict[str, Tensor] = {}  # a unit's name -> its values at the start, without `values`
         self.units: dict[str, Unit] = {}
-        self.norms: dict[str, list[Tensor]] = {}  # a unit's name -> the norm of each rank's slice of its mean
+        self.norms: dict[str, Tensor | None] = {}  # a unit's name -> the norms (N) of the ranks' slices of its mean
 
     def follow(self, zero) -> None:
         """From now on the layout of the handle's units is known."""
@@ -56,11 +57,10 @@ class Absent(Comm):
     def reduce_scatter(self, shard: Tensor, buffer: Tensor, unit: str) -> Launched:
         def reduce() -> None:
             parts = buffer.chunk(self.world_size)
-            for part in parts:  # all of them: the norm of a gradient needs every rank's slice
+            for part in parts if self.world_size <= IN_TURN else ():  # all: the norm needs every rank's slice
                 self.add_up(part)
-            dtype = torch.promote_types(buffer.dtype, torch.float32)
             # A second micro-batch adds to the mean: the norm of the sum is not known.
-            self.norms[unit] = [] if unit in self.norms else torch._foreach_norm(parts, 2, dtype)
+            self.norms[unit] = None if unit in self.norms else norms_of(parts, buffer.view(self.world_size, -1))
             put(shard, parts[self.rank])
 
         return self.launch("reduce_scatter", unit, buffer, reduce)
@@ -94,11 +94,15 @@ class Absent(Comm):
     def gather_norms(self, buffer: Tensor) -> None:
         """buffer (N) <- the norms of absent ranks' slices; this rank's norm where they are not known."""
         in_order = [self.norms[name] for name in self.units or self.kept if name in self.norms]
-        for rank in range(self.world_size):
-            if not all(in_order):
-                buffer[rank] = buffer[self.rank]
-            elif rank != self.rank:
-                buffer[rank] = torch.linalg.vector_norm(torch.stack([norms[rank] for norms in in_order]))
+        mine = buffer[self.rank].clone()
+        if any(norms is None for norms in in_order):
+            buffer.fill_(mine)
+        elif in_order:
+            # Of each rank's norms apart, as each rank does it: a reduction over rows may add up in another order.
+            table = torch.stack(in_order, dim=1)
+            rows = [torch.linalg.vector_norm(row) for row in table] if self.world_size <= IN_TURN else None
+            buffer.copy_(torch.stack(rows) if rows else torch.linalg.vector_norm(table, dim=1))
+            buffer[self.rank] = mine
         self.norms = {}
 
     def fill_in(self, out: Tensor, unit: str, start: int) -> None:
@@ -127,6 +131,15 @@ class OwnSlice(Absent):
         for part in buffer.chunk(self.world_size):
             put(part, shard)
         return super().all_gather(buffer, shard, unit)
+
+
+def norms_of(parts: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """parts: the N rows (S) of `rows` -> their norms (N), in fp32 at least."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    if len(parts) <= IN_TURN:
+        return torch.stack(torch._foreach_norm(parts, 2, dtype))
+    at_once = max(1, AT_ONCE // rows.shape[1])  # it may cast them
+    return torch.cat([torch.linalg.vector_norm(some, dim=1, dtype=dtype) for some in rows.split(at_once)])
 
 
 def put(target: Tensor, source: Tensor) -> None:

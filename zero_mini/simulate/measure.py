@@ -84,11 +84,11 @@ def measure(training: Training, device: torch.device, steps: int = 2) -> dict:
                 meter.begin()
                 result["losses"].append(training.compute(zero).item())
                 zero.wait()
-                result["held_bytes"] = zero.memory("device")
+                held = result["held_bytes"] = zero.memory("device")
+                result["states_bytes"] = sum(held[name] for name in STATES)
                 training.update(zero)
                 result["moments"][where] = meter.end()
             result |= {
-                "states_bytes": sum(result["held_bytes"][name] for name in STATES),
                 "sent_numel": sum(call.wire_numel(zero.world_size) for call in zero.ledger),
                 "numel": sum(param.numel() for param in zero.model.parameters()),
                 "root_P": sum(unit.P for unit in zero.units if unit.is_root),
@@ -96,18 +96,12 @@ def measure(training: Training, device: torch.device, steps: int = 2) -> dict:
                 "units": len(zero.units),
             }
         except (torch.OutOfMemoryError, MemoryError) as error:
-            result["outcome"] = f"out of memory in {where}: {first_line(error).partition('. GPU 0')[0]}"
-            if where == "step 2" or number_of_bytes(result):
-                result["states_bytes"] = number_of_bytes(result)
+            result["outcome"] = f"out of memory in {where}: {first_line(error).partition(' GPU 0')[0]}"
         except RuntimeError as error:
             if "can't allocate memory" not in str(error):  # torch on a CPU
                 raise
             result["outcome"] = f"out of memory in {where}: the host has not enough"
     return result
-
-
-def number_of_bytes(result: dict) -> int:
-    return sum(result.get("held_bytes", {}).get(name, 0) for name in STATES)
 
 
 def formulas(psi: int, stage: int, world_size: int, itemsize: int, result: dict) -> dict[str, float]:
@@ -116,13 +110,13 @@ def formulas(psi: int, stage: int, world_size: int, itemsize: int, result: dict)
     built = built_state_bytes(psi, world_size, stage, itemsize, 0, result.get("largest_P", 0))
     return {
         "paper_bytes": sum(paper.values()),
-        "built_bytes": sum(built[name] for name in STATES),
+        "built_bytes": sum(built[name] for name in STATES),  # without slots and root
         "paper_numel_sent": wire_numel(psi, world_size, stage),
     }
 
 
-def report(about: dict, result: dict) -> str:
-    """What a run printed: numbers first, then what is real in them and what is not."""
+def report(about: dict, result: dict, briefly: bool = False) -> str:
+    """What a run prints: numbers first, then what is real in them and what is not, unless `briefly`."""
     N, stage, rank = about["world_size"], about["stage"], about["rank"]
     lines = [
         f"rank {rank} of {N} at stage {stage}, {about['precision']} on {about['device']}: a GPT of "
@@ -130,7 +124,9 @@ def report(about: dict, result: dict) -> str:
     ]
     rows = []
     for number, loss in enumerate(result["losses"], 1):
-        how = "true" if number == 1 else "not true: absent ranks' first update is not known"
+        how = "true" if number == 1 or stage == 0 else "not true: absent ranks' first update is not known"
+        if about.get("own_slice"):
+            how = "not true: absent ranks sent this rank's slice"
         rows.append((f"loss of step {number}", f"{loss:.6f} ({how})"))
     if "states_bytes" in result:
         paper, built = result["paper_bytes"], result["built_bytes"]
@@ -147,6 +143,8 @@ def report(about: dict, result: dict) -> str:
     lines += [f"    {name:{width}}  {value}" for name, value in rows]
     if result["outcome"] != "ran":
         lines.append(result["outcome"])
+    if briefly:
+        return "\n".join(lines)
     lines += [
         "Real: every allocation of this rank, every product, the order and sizes of collectives, the first loss.",
         "Not real: traffic (nothing is sent), time (no wire, and absent ranks' slices are computed here), values after "
