@@ -38,7 +38,7 @@ WORLD_SIZES = (1, 2, 3, 8)
 STAGES = (0, 1, 2, 3)
 MERGED = (  # where it matters which blocks are one unit
     *("tied embedding and head", "frozen", "unused on some ranks", "0-dim and 0-element", "unit called twice"),
-    *("order changes", "checkpoint, re-entrant", "checkpoint of two"),
+    *("order changes", "checkpoint, re-entrant", "checkpoint of two", "checkpoint of two, re-entrant"),
 )
 QUICK = ("plain blocks", "tied embedding and head", "frozen", "unused on some ranks", "order changes", "checkpoint")
 
