@@ -11,9 +11,11 @@ import pytest
 import torch
 from says import tells
 
-from zero_mini.comparison import benchmark, measure, scores, systems
-from zero_mini.comparison.systems import SYSTEMS, Trainee, adamw, make_model, stepper
-from zero_mini.comparison.works import ABLATIONS, ON_CPU, WORKS, Work
+from zero_mini.comparison import benchmark, measure, plain, scores, systems
+from zero_mini.comparison.models import make_model
+from zero_mini.comparison.systems import SYSTEMS
+from zero_mini.comparison.trainee import Trainee, adamw, stepper
+from zero_mini.comparison.works import ABLATIONS, BASELINE, ON_CPU, WORKS, Work
 from zero_mini.course.ranks import RankError
 from zero_mini.trainer.gpt import GPTConfig
 
@@ -91,6 +93,23 @@ def test_without_a_reference_nothing_shows_a_speed(ddp):
 def test_checkpointing_changes_nothing_and_bf16_little(ranks, ddp, change, system):
     found = row(ranks, system, replace(TINY, **change))
     assert scores.distance(found["losses"], ddp["losses"]) < (0.03 if "bf16" in change else 1e-5)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_baseline_updates_one_of_n_parts_of_the_parameters(bf16):
+    work, device = replace(TINY, bf16=bf16), torch.device("cpu")
+    model = make_model(work, device)
+    psi = sum(param.numel() for param in model.parameters())
+    whole, half = (plain.UpdateOfSlices(model, work, device, N) for N in (1, 2))
+    assert len(half.masters) == 1 + work.config.L
+    assert sum(master.numel() for master in whole.masters) == pytest.approx(psi, rel=0.02)
+    assert sum(master.numel() for master in half.masters) == pytest.approx(psi / 2, rel=0.02)
+    master, grad = half.masters[1].detach().clone(), half.grads[1].float()
+    half.step()
+    change = half.masters[1].detach() - master * (1 - 0.1 * work.lr)  # AdamW's first step: the sign of the gradient
+    torch.testing.assert_close(change, -work.lr * grad / (grad.abs() + 1e-8), rtol=1e-3, atol=1e-7)
+    if bf16:
+        assert torch.equal(half.casts[1], half.masters[1].bfloat16())
 
 
 # --- ablations --------------------------------------------------------------------------------
@@ -202,7 +221,9 @@ def test_speed_json_is_merged_by_work_and_by_system_on_the_same_machine(tmp_path
 
 def test_scores_and_floors_of_invented_numbers():
     work = replace(WORKS["124M batch 32"], batch=1)
-    told = entry(work, {"ddp": invented(100.0), "zero-3": invented(50.0), "plain": invented(40.0)})
+    told = entry(
+        work, {"ddp": invented(100.0), "zero-3": invented(50.0), "plain": invented(40.0), BASELINE: invented(45)}
+    )
     told["machine"]["card"] = "NVIDIA H100 80GB HBM3"
     told["rates"] = {"matmul_flops": 1e15, "copy_bytes": 1e12, "all_reduce_bytes": 1e11}
     psi, flops = told["work"]["psi"], told["work"]["flops_per_token"]
@@ -212,6 +233,8 @@ def test_scores_and_floors_of_invented_numbers():
     assert result["zero-3"]["mfu"] == pytest.approx(1024 / 0.050 * flops / 989e12)
     assert result["zero-3"]["x_ddp"] == pytest.approx(2.0)
     assert result["zero-3"]["of_plain"] == pytest.approx(0.8)
+    assert result["zero-3"]["over_baseline"] == pytest.approx(50 / 45)
+    assert tells(scores.table("x", told), "1.111")
     compute, update, wire = 1024 * flops / 1e15, 28 * psi / 2 / 1e12, 6 * psi / 2 / 1e11
     assert wire > compute
     assert result["zero-3"]["x_floor"] == pytest.approx(0.050 / (wire + update))
@@ -223,6 +246,7 @@ def test_every_work_asks_for_systems_that_exist_and_for_one_to_compare_with():
     for name, work in WORKS.items():
         assert set(work.systems) <= set(SYSTEMS), name
         assert set(work.systems) & set(scores.REFERENCES), name
+        assert BASELINE in work.systems
 
 
 def test_a_work_for_gpus_is_refused_where_there_is_none(monkeypatch, capsys):

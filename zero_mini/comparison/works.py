@@ -17,10 +17,12 @@ from torch import Tensor
 
 from zero_mini.trainer.gpt import PRESETS, GPTConfig
 
+BASELINE = "plain + 1/N update"
+PLAIN = ("plain", BASELINE)
 OURS = ("zero-0", "zero-1", "zero-2", "zero-3")
 PEERS = ("ddp", "ddp-bf16-hook", "ddp-zero1", "fsdp2", "fsdp2-keep", "deepspeed-1", "deepspeed-2", "deepspeed-3")
-ON_CPU = (*OURS, "ddp", "ddp-zero1", "fsdp2", "fsdp2-keep", "plain")
-COMPILED = (*OURS, "ddp", "fsdp2", "plain")
+ON_CPU = (*OURS, "ddp", "ddp-zero1", "fsdp2", "fsdp2-keep", *PLAIN)
+COMPILED = (*OURS, "ddp", "fsdp2", *PLAIN)
 ABLATIONS = (
     "ddp",
     "zero-3",
@@ -29,7 +31,7 @@ ABLATIONS = (
     "zero-3 gathers as kernels",
     "zero-3 reductions at once",
     "zero-3 two communicators",
-    "plain",
+    *PLAIN,
 )
 OFFLOADED = (
     "ddp",
@@ -39,6 +41,7 @@ OFFLOADED = (
     "fsdp2 offload",
     "deepspeed-2 offload",
     "deepspeed-3 offload",
+    BASELINE,
 )
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
@@ -50,7 +53,7 @@ class Work:
     name: str
     config: GPTConfig
     batch: int  # sequences a rank
-    systems: tuple[str, ...] = (*OURS, *PEERS, "plain")
+    systems: tuple[str, ...] = (*OURS, *PEERS, *PLAIN)
     bf16: bool = True  # the computation; master copies are fp32
     checkpointing: bool = False  # a block's activations are computed again in backward
     compiled: bool = False  # a block's forward and backward are compiled by torch
@@ -73,7 +76,7 @@ WORKS = {
             "1.5B checkpointed",
             PRESETS["1.5B"],
             16,
-            (*OURS, "ddp", "fsdp2", "deepspeed-3", "plain"),
+            (*OURS, "ddp", "fsdp2", "deepspeed-3", *PLAIN),
             checkpointing=True,
         ),
         Work("350M batch 8", PRESETS["350M"], 8),
