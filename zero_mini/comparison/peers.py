@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_mini.comparison.models import make_model
+from zero_mini.comparison.models import give_values, make_model
 from zero_mini.comparison.trainee import Trainee, adamw, stepper
 from zero_mini.comparison.works import ADAMW, Work
 
@@ -16,6 +16,7 @@ def build_ddp(variant: str, work: Work, device: torch.device) -> Trainee:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = make_model(work, device)
+    give_values(model, device)
     wrapped = nn.parallel.DistributedDataParallel(
         model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
     )
@@ -41,6 +42,7 @@ def build_fsdp2(reshard_after_forward: bool, work: Work, device: torch.device, o
     for block in model.blocks:
         fully_shard(block, mp_policy=policy, reshard_after_forward=reshard_after_forward, offload_policy=place)
     fully_shard(model, mp_policy=policy, offload_policy=place)
+    give_values(model, device)
     optimizer = adamw(model, work)
     return Trainee(model, stepper(model, optimizer), optimizer)
 
@@ -53,6 +55,7 @@ def build_deepspeed(stage: int, work: Work, device: torch.device, offload: bool 
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     model = make_model(work, device)
+    give_values(model, device)
     sharding = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
     if stage < 3 and not offload and "compute_grad_norm" in DeepSpeedZeroConfig.model_fields:
         sharding["compute_grad_norm"] = False  # the other systems do not compute it either

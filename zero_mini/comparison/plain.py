@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_mini.binding.units import make_units
-from zero_mini.comparison.models import blocks_of_units, make_model
+from zero_mini.comparison.models import blocks_of_units, give_values, make_model
 from zero_mini.comparison.trainee import Trainee
 from zero_mini.comparison.works import ADAMW, Work
 from zero_mini.update import one_pass
@@ -26,6 +26,7 @@ from zero_mini.update import one_pass
 
 def build_plain(work: Work, device: torch.device, updates: bool = False) -> Trainee:
     model = make_model(work, device)
+    give_values(model, device, torch.bfloat16 if work.bf16 else torch.float32)
     if work.bf16:
         model.bfloat16()
     update = UpdateOfSlices(model, work, device, dist.get_world_size()) if updates else None

@@ -37,7 +37,7 @@ from zero_mini.comparison.works import BASELINE, PLAIN
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
 REFERENCES = ("ddp", "zero-0", "fsdp2")
 # Dense bf16 of the data sheets, FLOP/s.
-PEAK_FLOPS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
+PEAK_FLOPS = {"NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H200": 989.4e12, "NVIDIA A100-SXM4-80GB": 312e12}
 
 
 def merge_ranks(ranks: list[dict]) -> dict:
@@ -181,11 +181,12 @@ def formulas(entry: dict) -> str:
     """The definitions of the columns, with this work's numbers, as lines of text."""
     work, rates, machine = entry["work"], entry["rates"], entry["machine"]
     peak, T, N = PEAK_FLOPS.get(machine["card"]), work["tokens"], machine["cards"]
+    multiplied = "N" if "ffn" in work["model"] else "Psi"  # N: without an embedding that is only looked up
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "cuda", "nccl") if name in machine)
     lines = [
         f"{N} x {machine['card']}, {versions}. ms is the median of all steps of the slower rank (p10, p90).",
         f"tokens/s = {T} tokens a GPU / ms.  TFLOP/s = tokens/s x {work['flops_per_token']:.4g} FLOPs a token"
-        " (6 Psi + 12 L d T)" + (f".  MFU = TFLOP/s / {peak / 1e12:.0f}" if peak else ""),
+        f" (6 {multiplied} + 12 L d T)" + (f".  MFU = TFLOP/s / {peak / 1e12:.4g}" if peak else ""),
         f"over plain + update: ms over the ms of {BASELINE}: one GPU, no wire, a rank's share of the update.",
         "x ddp: tokens/s over those of the faster DDP.  states: between steps; kinds that hide theirs are blank.",
     ]
