@@ -85,6 +85,7 @@ class Unit:
     is_grouped: bool = True  # its parameters are in the optimizer's param groups; frozen ones need not be
     middle: nn.Parameter | None = None  # its gradient arrives half-way through the unit's backward
     full: torch.Tensor | None = None  # (P) what the model computes with; stage 3 has none
+    full_views: list[torch.Tensor] = field(default_factory=list)  # of `full`, one a parameter
     master: torch.Tensor | None = None  # (P) or (S) what this rank's optimizer updates
     local_grad: torch.Tensor | None = None  # (P) this rank's gradients, not reduced yet
     mean_grad: torch.Tensor | None = None  # shaped like master: the mean over ranks

@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_mini.activations.checkpointing import checkpoint, checkpoint_blocks
+from zero_mini.activations.kept_outputs import ATTENTION
 from zero_mini.activations.on_host import HostMemory
 from zero_mini.binding.units import merge_blocks
 from zero_mini.memory.formulas import PlainTraining
@@ -31,6 +32,8 @@ from zero_mini.memory.fragmentation import Arena
 from zero_mini.memory.recorder import Recorder
 from zero_mini.trainer.gpt import GPT, Block, GPTConfig
 from zero_mini.zeroify import zeroify
+
+pytestmark = pytest.mark.filterwarnings("ignore:checkpoint. outputs_of keeps nothing")
 
 CONFIG = GPTConfig(L=5, d=16, heads=2, vocab=19, T=8, dropout=0.3)
 
@@ -55,6 +58,7 @@ class LateCopies(HostMemory):
         parcel.arrived = (), ()
 
 
+PRODUCTS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
 THEIRS = {
     "torch": partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
     "torch, re-entrant": partial(torch.utils.checkpoint.checkpoint, use_reentrant=True),
@@ -63,8 +67,9 @@ OURS = {
     "ours": checkpoint,
     "ours, on the host": partial(checkpoint, host=HostMemory()),
     "ours, on a late host": partial(checkpoint, host=LateCopies()),
+    "ours, products kept": partial(checkpoint, outputs_of=PRODUCTS),
 }
-ON_GPU = {"ours": checkpoint, "ours, on the host": partial(checkpoint, host=HostMemory())}
+ON_GPU = {name: OURS[name] for name in ("ours", "ours, on the host", "ours, products kept")}
 
 
 def same(ones, others) -> bool:
@@ -407,6 +412,63 @@ def test_only_the_inputs_of_checkpointed_blocks_are_kept():
     tower = Tower(width=32, depth=6)
     checkpoint_blocks(tower, keep="host")
     assert kept_bytes(tower, x) == one  # the model's input, which no graph computed
+
+
+def test_attention_runs_once_if_its_outputs_are_kept_and_gradients_are_torchs():
+    class Calls(TorchDispatchMode):
+        attention = 0
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            self.attention += operator in ATTENTION
+            return operator(*args, **(kwargs or {}))
+
+    def run(way):
+        torch.manual_seed(0)
+        block, x = Block(replace(CONFIG, dropout=0.0)), torch.randn(3, 8, 16, requires_grad=True)
+        with Calls() as calls:
+            way(block, x).square().sum().backward()
+        return calls.attention, [x.grad, *(param.grad for param in block.parameters())], partial(way, block)
+
+    contexts = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, list(ATTENTION))
+    ours, theirs = partial(checkpoint, outputs_of=ATTENTION), partial(THEIRS["torch"], context_fn=contexts)
+    (once, grads, call), (twice, _, recomputing), (torchs, expected, _) = map(run, (ours, checkpoint, theirs))
+    assert (once, twice, torchs) == (1, 2, 1) and same(grads, expected)
+    x = torch.randn(3, 8, 16, requires_grad=True)
+    kept = [live_bytes_of(partial(function, x)) for function in (call, recomputing)]
+    assert kept[0] - kept[1] == 4 * (3 * 8 * 16 + 3 * 2 * 8)  # attention's output, and a sum a head and position
+
+
+def live_bytes_of(call) -> int:
+    """Bytes of the tensors that are alive because of a call's result, beside those that were there before."""
+
+    def storages():
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+        return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+
+    before = storages()
+    output = call()
+    after = storages()
+    assert output.requires_grad
+    return sum(nbytes for storage, nbytes in after.items() if storage not in before)
+
+
+def test_outputs_that_cannot_be_kept_are_refused_or_named():
+    x = torch.ones(4, 4, requires_grad=True)
+    for operator in (torch.ops.aten.native_dropout.default, torch.ops.aten.mm, "attention"):
+        with pytest.raises(ValueError, match=naming("outputs_of")):
+            checkpoint(torch.sin, x, outputs_of=[operator])
+        with pytest.raises(ValueError, match=naming("outputs_of")):
+            checkpoint_blocks(GPT(CONFIG), outputs_of=[operator])
+    with pytest.warns(UserWarning, match="outputs_of"):
+        checkpoint(torch.sin, x, outputs_of=PRODUCTS)
+    loss = checkpoint(lambda x: (x @ x).mul_(2).sin().sum(), x, outputs_of=PRODUCTS)
+    with pytest.raises(RuntimeError, match=naming("aten.mm.default", "clone()")):
+        loss.backward()
+    other = [torch.mm, torch.addmm]
+    loss = checkpoint(lambda x: other.pop(0)(*[x] * (2 + (len(other) == 0))).sin().sum(), x, outputs_of=PRODUCTS)
+    with pytest.raises(RuntimeError, match=naming("aten.mm.default", "aten.addmm.default")):
+        loss.backward()
 
 
 def test_one_block_at_a_time_is_computed_again_and_freed_as_backward_goes():

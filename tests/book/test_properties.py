@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from torch import nn
 
-from zero_mini.binding.units import make_units
+from zero_mini.binding.units import make_units, units_by_size
 from zero_mini.course.ranks import Ranks
 from zero_mini.flat import ALIGN, Unit, round_up
+from zero_mini.trainer.gpt import GPT, PRESETS
 
 FEW = settings(derandomize=True, database=None, deadline=None, max_examples=100)
 
@@ -36,6 +37,25 @@ class Spec:
         if self.layout == "channels_last" and values.ndim == 4:
             values = values.contiguous(memory_format=torch.channels_last)
         return nn.Parameter(values, self.trainable)
+
+
+def test_on_a_gpu_small_blocks_that_run_one_after_the_other_are_joined():
+    def sizes(model) -> list[int]:
+        return [len(modules) for modules in units_by_size(model)]
+
+    def blocks(count: int, width: int = 1024) -> list[nn.Linear]:
+        return [nn.Linear(width, width, device="meta") for _ in range(count)]
+
+    with torch.device("meta"):
+        by_preset = {name: sizes(GPT(config)) for name, config in PRESETS.items()}
+    # 350M: two blocks of 12.6 million parameters; 124M: at most an eighth of 12 blocks; 1.5B: a block is enough
+    assert by_preset["350M"] == [2] * 12 and by_preset["124M"] == [1] * 12 and by_preset["1.5B"] == [1] * 48
+    pair = nn.ModuleDict({"one": nn.ModuleList(blocks(16)), "other": nn.ModuleList(blocks(16))})
+    assert sizes(pair) == [1] * 32  # they may be run in turns
+    pair["other"].append(*blocks(1))
+    assert sizes(pair) == [4] * 4 + [4] * 4 + [1]
+    assert sizes(nn.ModuleList(nn.ModuleList(blocks(2)) for _ in range(8))) == [2] * 8  # pairs run in turns: in order
+    assert sizes(nn.Sequential(*blocks(15))) == [1] * 15 and sizes(nn.Sequential(*blocks(15, 1), *blocks(1))) == [2] * 8
 
 
 SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)

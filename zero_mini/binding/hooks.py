@@ -20,7 +20,7 @@ gradients arrive, and the end of the backward raises.
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -107,7 +107,7 @@ def leave_forward(zero, unit: Unit, module, args, kwargs, output) -> None:
 def hook_outputs(zero, unit: Unit, output: object, inputs: object = ()) -> None:
     """The unit's backward begins at the first gradient of an output. A returned input does not count as an output."""
     input_ids = {id(tensor) for tensor in tensors_in(inputs)}
-    outputs = list(tensors_in(output))
+    outputs = tensors_in(output)
     outputs += [t._base for t in outputs if t._is_view()]  # an in-place change of a view disables its hook
     tensors = [t for t in outputs if t.grad_fn is not None and id(t) not in input_ids]
     if tensors:
@@ -216,18 +216,20 @@ def refuse_transforms() -> None:
         )
 
 
-def tensors_in(tree) -> Iterator[torch.Tensor]:
+def tensors_in(tree: object) -> list[torch.Tensor]:
     """The tensors in nested tuples, lists, dicts and dataclasses.
 
     >>> [t.item() for t in tensors_in({"a": (torch.tensor(1), [torch.tensor(2)]), "b": None})]
     [1, 2]
     """
     if isinstance(tree, torch.Tensor):
-        yield tree
+        return [tree]
+    if isinstance(tree, (tuple, list)):
+        parts = tree
     elif isinstance(tree, Mapping):
-        yield from (tensor for value in tree.values() for tensor in tensors_in(value))
-    elif isinstance(tree, (tuple, list)):
-        yield from (tensor for value in tree for tensor in tensors_in(value))
+        parts = tree.values()
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for part in dataclasses.fields(tree):
-            yield from tensors_in(getattr(tree, part.name))
+        parts = [getattr(tree, part.name) for part in dataclasses.fields(tree)]
+    else:
+        return []
+    return [tensor for part in parts for tensor in tensors_in(part)]

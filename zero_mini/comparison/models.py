@@ -9,15 +9,11 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from zero_mini.binding.units import merge_blocks
 from zero_mini.comparison import llama
 from zero_mini.comparison.works import Work
 from zero_mini.trainer import gpt
-
-UNIT_NUMEL = 25_000_000  # parameters: one block of the 1.5B model, two of 350M, four of 124M
 
 
 def psi_and_flops(work: Work) -> tuple[int, int]:
@@ -66,6 +62,8 @@ def give_values(model: nn.Module, device: torch.device, dtype: torch.dtype = tor
     initialise = initialiser(model)
     if initialise is None:
         return
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     model.to(dtype).to_empty(device=device)
     for name, param in model.named_parameters():
         values = torch.empty(param.shape, device=device)
@@ -73,8 +71,3 @@ def give_values(model: nn.Module, device: torch.device, dtype: torch.dtype = tor
         if isinstance(param, DTensor):
             values = distribute_tensor(values, param.device_mesh, param.placements, src_data_rank=None)
         param.copy_(values)
-
-
-def blocks_of_units(model: nn.Module, device: torch.device) -> list[list[nn.Module]]:
-    """The blocks of each unit. On a GPU small blocks share one; on a CPU each block is a unit."""
-    return merge_blocks(model, UNIT_NUMEL if device.type == "cuda" else 1)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_mini.binding.units import make_units
-from zero_mini.comparison.models import blocks_of_units, give_values, make_model
+from zero_mini.binding.units import find_blocks, make_units, units_by_size
+from zero_mini.comparison.models import give_values, make_model
 from zero_mini.comparison.trainee import Trainee
 from zero_mini.comparison.works import ADAMW, Work
 from zero_mini.update import one_pass
@@ -46,7 +46,8 @@ class UpdateOfSlices:
     """AdamW of one slice (S) of each unit of the model, where N ranks share a unit."""
 
     def __init__(self, model: nn.Module, work: Work, device: torch.device, N: int) -> None:
-        blocks = [(str(index), modules) for index, modules in enumerate(blocks_of_units(model, device))]
+        modules = units_by_size(model) if device.type == "cuda" else [[block] for _, block in find_blocks(model)]
+        blocks = [(str(index), unit) for index, unit in enumerate(modules)]
         units = make_units(model, blocks, {id(param): 0 for param in model.parameters()}, 0, N)
         dtype = torch.bfloat16 if work.bf16 else torch.float32
         self.is_mixed = work.bf16

@@ -26,7 +26,7 @@ import torch
 
 from zero_mini import zeroify
 from zero_mini.comparison import ablations
-from zero_mini.comparison.models import blocks_of_units, initialiser, make_model
+from zero_mini.comparison.models import initialiser, make_model
 from zero_mini.comparison.peers import build_ddp, build_deepspeed, build_fsdp2
 from zero_mini.comparison.plain import build_plain
 from zero_mini.comparison.trainee import Trainee, adamw, stepper
@@ -38,9 +38,7 @@ def build_zero(stage: int | type[Script], work: Work, device: torch.device, offl
     model = make_model(work, device)
     optimizer = adamw(model, work)
     dtype = torch.bfloat16 if work.bf16 else None
-    units = blocks_of_units(model, device)
-    options = {"dtype": dtype, "units": units, "initialise": initialiser(model), "offload": offload}
-    zero = zeroify(model, optimizer, stage=stage, device=device, **options)
+    zero = zeroify(model, optimizer, stage=stage, dtype=dtype, initialise=initialiser(model), offload=offload)
     return Trainee(model, stepper(model, optimizer), optimizer, zero)
 
 
