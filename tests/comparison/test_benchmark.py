@@ -11,13 +11,19 @@ import pytest
 import torch
 from says import tells
 
-from zero_mini.comparison import benchmark, measure, scores, systems
-from zero_mini.comparison.systems import SYSTEMS, Trainee, adamw, make_model, stepper
-from zero_mini.comparison.works import ABLATIONS, ON_CPU, WORKS, Work
+from zero_mini.comparison import benchmark, llama, measure, plain, scores, systems
+from zero_mini.comparison.llama import LlamaConfig, rotate, rotations
+from zero_mini.comparison.models import make_model, psi_and_flops
+from zero_mini.comparison.systems import SYSTEMS
+from zero_mini.comparison.trainee import Trainee, adamw, stepper
+from zero_mini.comparison.works import ABLATIONS, BASELINE, ON_CPU, WORKS, Work
 from zero_mini.course.ranks import RankError
 from zero_mini.trainer.gpt import GPTConfig
 
 TINY = Work("tiny", GPTConfig(L=3, d=64, heads=2, T=32), batch=4, bf16=False, lr=1e-3)
+LLAMA = replace(
+    TINY, config=LlamaConfig(L=3, d=64, heads=4, kv_heads=2, ffn=96, vocab=256, T=32, tied=True), loss_chunks=4
+)
 
 
 def row(ranks, system: str, work: Work, build=systems.build) -> dict:
@@ -28,6 +34,11 @@ def row(ranks, system: str, work: Work, build=systems.build) -> dict:
 @pytest.fixture(scope="module")
 def ddp(ranks) -> dict:
     return row(ranks, "ddp", TINY)
+
+
+@pytest.fixture(scope="module")
+def llama_ddp(ranks) -> dict:
+    return row(ranks, "ddp", LLAMA)
 
 
 def entry(work: Work, rows: dict[str, dict]) -> dict:
@@ -50,6 +61,15 @@ def test_every_system_trains_as_torch_ddp_does(ranks, ddp, system):
     assert "reason" not in result
     assert found["losses_differ_by"] < 1e-5
     assert result["ms"] > 0
+
+
+@pytest.mark.parametrize("change", [{}, {"checkpointing": True}, {"bf16": True}])
+@pytest.mark.parametrize("system", ["zero-1", "zero-3", "fsdp2", BASELINE])
+def test_a_llama_starts_on_the_meta_device_and_trains_as_under_torch_ddp(ranks, llama_ddp, system, change):
+    found = row(ranks, system, replace(LLAMA, **change))
+    compared = 1 if system == BASELINE else None
+    distance = scores.distance(found["losses"][:compared], llama_ddp["losses"][:compared])
+    assert distance < (0.03 if "bf16" in change else 1e-5)
 
 
 def test_the_losses_fall_by_more_than_the_gate_could_overlook(ddp):
@@ -93,6 +113,69 @@ def test_checkpointing_changes_nothing_and_bf16_little(ranks, ddp, change, syste
     assert scores.distance(found["losses"], ddp["losses"]) < (0.03 if "bf16" in change else 1e-5)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_baseline_updates_one_of_n_parts_of_the_parameters(bf16):
+    work, device = replace(TINY, bf16=bf16), torch.device("cpu")
+    model = make_model(work, device)
+    psi = sum(param.numel() for param in model.parameters())
+    whole, half = (plain.UpdateOfSlices(model, work, device, N) for N in (1, 2))
+    assert len(half.masters) == 1 + work.config.L
+    assert sum(master.numel() for master in whole.masters) == pytest.approx(psi, rel=0.02)
+    assert sum(master.numel() for master in half.masters) == pytest.approx(psi / 2, rel=0.02)
+    master, grad = half.masters[1].detach().clone(), half.grads[1].float()
+    half.step()
+    change = half.masters[1].detach() - master * (1 - 0.1 * work.lr)  # AdamW's first step: the sign of the gradient
+    torch.testing.assert_close(change, -work.lr * grad / (grad.abs() + 1e-8), rtol=1e-3, atol=1e-7)
+    if bf16:
+        assert torch.equal(half.casts[1], half.masters[1].bfloat16())
+
+
+# --- the Llama --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, work in WORKS.items() if isinstance(work.config, LlamaConfig)])
+def test_the_formulas_of_a_llama_count_what_the_model_has(name):
+    work = WORKS[name]
+    model = make_model(work, torch.device("cpu"))  # on the meta device
+    sizes = {name: param.numel() for name, param in model.named_parameters()}
+    psi, flops = psi_and_flops(work)
+    assert psi == sum(sizes.values())
+    matrices = sum(param.numel() for param in model.parameters() if param.ndim == 2)
+    if not work.config.tied:
+        matrices -= sizes["embed.weight"]
+    assert flops == 6 * matrices + 12 * work.config.L * work.config.d * work.config.T
+
+
+def test_a_block_equals_attention_and_mlp_written_out():
+    config = LLAMA.config
+    block = llama.Block(config)
+    x = torch.randn(2, 7, config.d)
+    cos, sin = rotations(7, 16, x)
+    h = block.norm_1(x)
+    q, k, v = (h @ w.T for w in block.qkv.weight.split([64, 32, 32]))
+    heads = []
+    for index in range(4):
+        shared = index // 2  # two heads of queries use one of keys and values
+        a = rotate(q[None, ..., 16 * index :][..., :16], cos, sin)[0]
+        b = rotate(k[None, ..., 16 * shared :][..., :16], cos, sin)[0]
+        weights = (a @ b.transpose(1, 2) / 4).masked_fill(torch.ones(7, 7).triu(1).bool(), -math.inf).softmax(-1)
+        heads.append(weights @ v[..., 16 * shared :][..., :16])
+    x_1 = x + torch.cat(heads, -1) @ block.attn_out.weight.T
+    gate, up = (block.norm_2(x_1) @ w.T for w in block.gate_up.weight.chunk(2))
+    expected = x_1 + (gate * gate.sigmoid() * up) @ block.down_out.weight.T
+    torch.testing.assert_close(block(x, cos, sin), expected)
+
+
+def test_a_product_of_rotated_vectors_depends_on_their_distance_alone():
+    q, k = (torch.randn(16).expand(1, 1, 10, 16) for _ in range(2))
+    cos, sin = rotations(10, 16, q)
+    products = (rotate(q, cos, sin) @ rotate(k, cos, sin).transpose(-1, -2))[0, 0]
+    for distance in (-3, 0, 4):
+        diagonal = products.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    assert abs(products[3, 1] - products[3, 2]) > 1e-3
+
+
 # --- ablations --------------------------------------------------------------------------------
 
 
@@ -131,7 +214,7 @@ def test_a_run_that_raises_is_a_row_with_its_reason_and_the_others_go_on(monkeyp
     assert list(rows) == names
     assert tells(rows["zero-2"]["failed"], "ranks 0, 1", "RuntimeError: no such thing")
     assert tells(rows["deepspeed-2"]["failed"], "deepspeed")
-    assert len(rows["ddp"]["step_ms"]) == measure.TIMED_STEPS
+    assert len(rows["ddp"]["step_ms"]) == TINY.timed_steps
     printed = scores.table("tiny", entry(TINY, rows))
     assert all(reason["failed"] in printed for reason in list(rows.values())[:2])
     assert "1.00" in printed  # ddp is as fast as ddp
@@ -202,16 +285,20 @@ def test_speed_json_is_merged_by_work_and_by_system_on_the_same_machine(tmp_path
 
 def test_scores_and_floors_of_invented_numbers():
     work = replace(WORKS["124M batch 32"], batch=1)
-    told = entry(work, {"ddp": invented(100.0), "zero-3": invented(50.0), "plain": invented(40.0)})
+    told = entry(
+        work, {"ddp": invented(100.0), "zero-3": invented(50.0), "plain": invented(40.0), BASELINE: invented(45)}
+    )
     told["machine"]["card"] = "NVIDIA H100 80GB HBM3"
     told["rates"] = {"matmul_flops": 1e15, "copy_bytes": 1e12, "all_reduce_bytes": 1e11}
     psi, flops = told["work"]["psi"], told["work"]["flops_per_token"]
     result = scores.score(told)
     assert result["zero-3"]["tokens_s"] == pytest.approx(1024 / 0.050)
     assert result["zero-3"]["tflops"] == pytest.approx(1024 / 0.050 * flops / 1e12)
-    assert result["zero-3"]["mfu"] == pytest.approx(1024 / 0.050 * flops / 989e12)
+    assert result["zero-3"]["mfu"] == pytest.approx(1024 / 0.050 * flops / 989.4e12)
     assert result["zero-3"]["x_ddp"] == pytest.approx(2.0)
     assert result["zero-3"]["of_plain"] == pytest.approx(0.8)
+    assert result["zero-3"]["over_baseline"] == pytest.approx(50 / 45)
+    assert tells(scores.table("x", told), "1.111")
     compute, update, wire = 1024 * flops / 1e15, 28 * psi / 2 / 1e12, 6 * psi / 2 / 1e11
     assert wire > compute
     assert result["zero-3"]["x_floor"] == pytest.approx(0.050 / (wire + update))
@@ -223,6 +310,7 @@ def test_every_work_asks_for_systems_that_exist_and_for_one_to_compare_with():
     for name, work in WORKS.items():
         assert set(work.systems) <= set(SYSTEMS), name
         assert set(work.systems) & set(scores.REFERENCES), name
+        assert BASELINE in work.systems
 
 
 def test_a_work_for_gpus_is_refused_where_there_is_none(monkeypatch, capsys):

@@ -1,6 +1,6 @@
 """Works: a model, a batch, and how blocks are run; every system trains the same work.
 
-    the weights    GPT-2's initial values, from seed 0, made on the device
+    the weights    GPT-2's initial values, from seed 0, made on the device; a Llama's from seeds of their names
     the tokens     two batches a rank, in turn, so that the loss falls within ten steps
     the optimizer  AdamW, one group, a constant learning rate, no clipping
 
@@ -15,12 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero_mini.comparison.llama import LlamaConfig
 from zero_mini.trainer.gpt import PRESETS, GPTConfig
 
+BASELINE = "plain + 1/N update"
+PLAIN = ("plain", BASELINE)
 OURS = ("zero-0", "zero-1", "zero-2", "zero-3")
 PEERS = ("ddp", "ddp-bf16-hook", "ddp-zero1", "fsdp2", "fsdp2-keep", "deepspeed-1", "deepspeed-2", "deepspeed-3")
-ON_CPU = (*OURS, "ddp", "ddp-zero1", "fsdp2", "fsdp2-keep", "plain")
-COMPILED = (*OURS, "ddp", "fsdp2", "plain")
+ON_CPU = (*OURS, "ddp", "ddp-zero1", "fsdp2", "fsdp2-keep", *PLAIN)
+COMPILED = (*OURS, "ddp", "fsdp2", *PLAIN)
 ABLATIONS = (
     "ddp",
     "zero-3",
@@ -29,7 +32,7 @@ ABLATIONS = (
     "zero-3 gathers as kernels",
     "zero-3 reductions at once",
     "zero-3 two communicators",
-    "plain",
+    *PLAIN,
 )
 OFFLOADED = (
     "ddp",
@@ -39,6 +42,7 @@ OFFLOADED = (
     "fsdp2 offload",
     "deepspeed-2 offload",
     "deepspeed-3 offload",
+    BASELINE,
 )
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
@@ -48,14 +52,17 @@ class Work:
     """A model and its batch, and the systems that train it by default."""
 
     name: str
-    config: GPTConfig
+    config: GPTConfig | LlamaConfig
     batch: int  # sequences a rank
-    systems: tuple[str, ...] = (*OURS, *PEERS, "plain")
+    systems: tuple[str, ...] = (*OURS, *PEERS, *PLAIN)
     bf16: bool = True  # the computation; master copies are fp32
     checkpointing: bool = False  # a block's activations are computed again in backward
     compiled: bool = False  # a block's forward and backward are compiled by torch
     fused_loss: bool = False  # the code from the last norm to the loss is compiled too: fp32 logits are never stored
+    loss_chunks: int = 1  # parts of the tokens whose logits exist at a time
     lr: float = 1e-4
+    gate_steps: int = 10  # whose losses are compared
+    timed_steps: int = 12
 
     @property
     def tokens(self) -> int:
@@ -63,6 +70,7 @@ class Work:
         return self.batch * self.config.T
 
 
+QWEN = LlamaConfig(L=28, d=1536, heads=12, kv_heads=2, ffn=8960, vocab=151_936, T=1024, tied=True)
 CPU_CONFIG = GPTConfig(L=4, d=256, heads=4, vocab=256, T=128)
 
 WORKS = {
@@ -73,7 +81,7 @@ WORKS = {
             "1.5B checkpointed",
             PRESETS["1.5B"],
             16,
-            (*OURS, "ddp", "fsdp2", "deepspeed-3", "plain"),
+            (*OURS, "ddp", "fsdp2", "deepspeed-3", *PLAIN),
             checkpointing=True,
         ),
         Work("350M batch 8", PRESETS["350M"], 8),
@@ -82,6 +90,7 @@ WORKS = {
         Work("1.5B compiled", PRESETS["1.5B"], 8, COMPILED, compiled=True),
         Work("1.5B compiled batch 16", PRESETS["1.5B"], 16, COMPILED, compiled=True, fused_loss=True),
         Work("1.5B offload", PRESETS["1.5B"], 8, OFFLOADED),
+        Work("Qwen2.5-1.5B shape", QWEN, 16, COMPILED, compiled=True, fused_loss=True, loss_chunks=4),
         Work("ablations", PRESETS["1.5B"], 8, ABLATIONS),
         Work("cpu", CPU_CONFIG, 8, ON_CPU, bf16=False, lr=1e-3),
         Work("cpu ablations", CPU_CONFIG, 8, ABLATIONS, bf16=False, lr=1e-3),
