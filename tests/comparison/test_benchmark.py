@@ -72,6 +72,12 @@ def test_a_llama_starts_on_the_meta_device_and_trains_as_under_torch_ddp(ranks, 
     assert distance < (0.03 if "bf16" in change else 1e-5)
 
 
+@pytest.mark.parametrize("system", ["zero-3 keep attention", "fsdp2 keep attention"])
+def test_attention_kept_under_checkpointing_changes_nothing(ranks, llama_ddp, system):
+    found = row(ranks, system, replace(LLAMA, checkpointing=True))
+    assert scores.distance(found["losses"], llama_ddp["losses"]) < 1e-5
+
+
 def test_the_losses_fall_by_more_than_the_gate_could_overlook(ddp):
     assert ddp["losses"][0] - ddp["losses"][-1] > 0.5
 

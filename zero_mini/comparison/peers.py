@@ -1,12 +1,15 @@
 """The systems of others, each built as its documentation recommends: torch's DDP and FSDP2, DeepSpeed."""
 
 import os
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_mini.comparison.models import give_values, make_model
+from zero_mini.activations.kept_outputs import ATTENTION
+from zero_mini.comparison.models import give_values, make_model, torch_checkpointed
 from zero_mini.comparison.trainee import Trainee, adamw, stepper
 from zero_mini.comparison.works import ADAMW, Work
 
@@ -31,10 +34,16 @@ def build_ddp(variant: str, work: Work, device: torch.device) -> Trainee:
     return Trainee(model, stepper(wrapped, optimizer, autocast=work.bf16), optimizer)
 
 
-def build_fsdp2(reshard_after_forward: bool, work: Work, device: torch.device, offload: bool = False) -> Trainee:
+def build_fsdp2(
+    reshard_after_forward: bool,
+    work: Work,
+    device: torch.device,
+    offload: bool = False,
+    keep_attention: bool = False,
+) -> Trainee:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    model = make_model(work, device)
+    model = make_model(work, device, partial(torch_checkpointed, operators=ATTENTION) if keep_attention else None)
     policy = MixedPrecisionPolicy()
     if work.bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -54,8 +63,9 @@ def build_deepspeed(stage: int, work: Work, device: torch.device, offload: bool 
     import deepspeed
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    model = make_model(work, device)
-    give_values(model, device)
+    # Its hooks are at every layer inside a block, so blocks are not compiled. Its masters are copies of bf16 values.
+    model = make_model(replace(work, compiled=False, fused_loss=False), device)
+    give_values(model, device, torch.bfloat16 if work.bf16 else torch.float32)
     sharding = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
     if stage < 3 and not offload and "compute_grad_norm" in DeepSpeedZeroConfig.model_fields:
         sharding["compute_grad_norm"] = False  # the other systems do not compute it either

@@ -25,6 +25,8 @@ from functools import partial
 import torch
 
 from zero_mini import zeroify
+from zero_mini.activations.checkpointing import checkpoint
+from zero_mini.activations.kept_outputs import ATTENTION
 from zero_mini.comparison import ablations
 from zero_mini.comparison.models import initialiser, make_model
 from zero_mini.comparison.peers import build_ddp, build_deepspeed, build_fsdp2
@@ -34,8 +36,15 @@ from zero_mini.comparison.works import BASELINE, Work
 from zero_mini.script import Script
 
 
-def build_zero(stage: int | type[Script], work: Work, device: torch.device, offload: str | None = None) -> Trainee:
-    model = make_model(work, device)
+def build_zero(
+    stage: int | type[Script],
+    work: Work,
+    device: torch.device,
+    offload: str | None = None,
+    keep_attention: bool = False,
+) -> Trainee:
+    keeping = partial(partial, checkpoint, outputs_of=ATTENTION) if keep_attention else None
+    model = make_model(work, device, keeping)
     optimizer = adamw(model, work)
     dtype = torch.bfloat16 if work.bf16 else None
     zero = zeroify(model, optimizer, stage=stage, dtype=dtype, initialise=initialiser(model), offload=offload)
@@ -64,6 +73,8 @@ SYSTEMS = {
     "deepspeed-1": System(partial(build_deepspeed, 1), 4),
     "deepspeed-2": System(partial(build_deepspeed, 2), 4),
     "deepspeed-3": System(partial(build_deepspeed, 3), 6),
+    "zero-3 keep attention": System(partial(build_zero, 3, keep_attention=True), 6),
+    "fsdp2 keep attention": System(partial(build_fsdp2, True, keep_attention=True), 6),
     "zero-2 offload": System(partial(build_zero, 2, offload="host"), 4),
     "zero-3 offload": System(partial(build_zero, 3, offload="host"), 6),
     "fsdp2 offload": System(partial(build_fsdp2, True, offload=True), 6),
