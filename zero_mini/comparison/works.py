@@ -25,9 +25,11 @@ from zero_mini.trainer.gpt import PRESETS, GPTConfig
 BASELINE = "plain + 1/N update"
 PLAIN = ("plain", BASELINE)
 OURS = ("zero-0", "zero-1", "zero-2", "zero-3")
-PEERS = ("ddp", "ddp-bf16-hook", "ddp-zero1", "fsdp2", "fsdp2-keep", "deepspeed-1", "deepspeed-2", "deepspeed-3")
-ON_CPU = (*OURS, "ddp", "ddp-zero1", "fsdp2", "fsdp2-keep", *PLAIN)
-COMPILED = (*OURS, "ddp", "fsdp2", *PLAIN)
+DDP = ("ddp", "ddp-bf16-hook", "ddp-zero1")
+DEEPSPEED = ("deepspeed-1", "deepspeed-2", "deepspeed-3", "deepspeed-3 tuned")
+PEERS = (*DDP, "fsdp2", "fsdp2-keep", "fsdp2 tuned", "fsdp2 tuned symmetric", *DEEPSPEED)
+ON_CPU = (*OURS, "ddp", "ddp-zero1", "fsdp2", "fsdp2-keep", "fsdp2 tuned", *PLAIN)
+COMPILED = (*OURS, "ddp", "fsdp2", "fsdp2 tuned", "fsdp2 tuned symmetric", *PLAIN)
 ABLATIONS = (
     "ddp",
     "zero-3",
@@ -37,6 +39,16 @@ ABLATIONS = (
     "zero-3 reductions at once",
     "zero-3 two communicators",
     *PLAIN,
+)
+BOARD_SYSTEMS = (
+    "zero-3",
+    "zero-3 keep attention",
+    "fsdp2",
+    "fsdp2 tuned",
+    "fsdp2 keep attention",
+    "deepspeed-3",
+    "deepspeed-3 tuned",
+    BASELINE,
 )
 OFFLOADED = (
     "ddp",
@@ -87,7 +99,7 @@ WORKS = {
             "1.5B checkpointed",
             PRESETS["1.5B"],
             16,
-            (*OURS, "ddp", "fsdp2", "deepspeed-3", *PLAIN),
+            (*OURS, "ddp", "fsdp2", "fsdp2 tuned", "deepspeed-3", "deepspeed-3 tuned", *PLAIN),
             checkpointing=True,
         ),
         Work("350M batch 8", PRESETS["350M"], 8),
@@ -101,7 +113,7 @@ WORKS = {
             "CS336 board",
             BOARD,
             1,
-            ("zero-3", "zero-3 keep attention", "fsdp2", "fsdp2 keep attention", "deepspeed-3", BASELINE),
+            BOARD_SYSTEMS,
             checkpointing=True,
             compiled=True,
             fused_loss=True,
