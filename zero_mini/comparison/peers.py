@@ -2,8 +2,8 @@
 
 Tuned, they follow the parts of their documentation on speed too:
 
-    fsdp2 tuned        each block prefetches the next two explicitly, in forward and in backward; the root is gathered at
-                       the start of a step (torch's FSDP2 tutorial)
+    fsdp2 tuned        each block prefetches the next two explicitly, in forward and in backward; the root is gathered
+                       when a step begins (torch's FSDP2 tutorial)
     ... symmetric      and collectives use symmetric memory on a communicator with the zero-CTA policy: all-gathers by
                        copy engines (FSDPModule.set_symm_mem_for_comm)
     deepspeed-3 tuned  the buckets and thresholds that transformers and DeepSpeed derive from d where a configuration
