@@ -90,6 +90,7 @@ SYSTEMS = {
     "zero-3 gathers as kernels": System(partial(build_zero, ablations.GathersAsKernels), 6),
     "zero-3 reductions at once": System(partial(build_zero, ablations.ReductionsAtOnce), 6),
     "zero-3 two communicators": System(partial(build_zero, ablations.TwoCommunicators), 6),
+    "zero-3 16-bit shard": System(partial(build_zero, ablations.SixteenBitShard), 6),
     "plain": System(build_plain, 0),
     BASELINE: System(partial(build_plain, updates=True), 0),
 }

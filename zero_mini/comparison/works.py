@@ -38,6 +38,7 @@ ABLATIONS = (
     "zero-3 gathers as kernels",
     "zero-3 reductions at once",
     "zero-3 two communicators",
+    "zero-3 16-bit shard",
     *PLAIN,
 )
 BOARD_SYSTEMS = (
