@@ -93,7 +93,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One transformer block: (B, T, d) to (B, T, d)."""
+    """One transformer block: (B, T, d) to (B, T, d).
+
+    Under checkpointing, each of its two methods is compiled instead of the whole: the second run ends before the last
+    product, and attention stays an operator whose output can be kept.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -106,20 +110,23 @@ class Block(nn.Module):
         self.gate_up = nn.Linear(d, 2 * ffn, bias=False)
         self.down_out = nn.Linear(ffn, d, bias=False)
 
-    def attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (-1, self.channels)).transpose(1, 2)  # (B, h + 2 kv_heads, T, d / h)
+    def before_attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, h, T, d / h), k and v (B, kv_heads, T, d / h)."""
+        heads = self.qkv(self.norm_1(x)).unflatten(-1, (-1, self.channels)).transpose(1, 2)
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        q, k, shared = rotate(q, cos, sin), rotate(k, cos, sin), self.heads != self.kv_heads
-        x = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
-        return self.attn_out(x.transpose(1, 2).flatten(2))
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def mlp(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B, T, ffn) each
-        return self.down_out(F.silu(gate) * up)
+    def before_last_product(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """x with attention added (B, T, d), and the inside of the mlp (B, T, ffn)."""
+        x = x + self.attn_out(attended.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.norm_2(x)).chunk(2, dim=-1)
+        return x, F.silu(gate) * up
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_1(x), cos, sin)
-        return x + self.mlp(self.norm_2(x))
+        q, k, v = self.before_attention(x, cos, sin)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        x, inside = self.before_last_product(x, attended)
+        return x + self.down_out(inside)
 
 
 class Llama(nn.Module):

@@ -27,7 +27,7 @@ from zero_mini.course.ranks import own_device
 from zero_mini.memory import timeline
 from zero_mini.trainer.report import host_peak_bytes, sent_bytes
 
-SHORT_WARM_UP, SHORT_STEPS, SHORT_TOKENS = 3, 5, 64
+SHORT_WARM_UP, SHORT_TOKENS = 3, 64
 NEARLY_FREE, PATIENCE_S = 0.9, 30.0
 
 
@@ -49,7 +49,9 @@ def measure(system: str, work: Work, build: Callable[[str, Work, torch.device], 
         row["wire_bytes"] = sent_bytes(trainee.zero.ledger, dist.get_world_size())
     if device.type == "cuda":
         row["timeline"] = timeline.summary(timeline.record(lambda: trainee.step(data[0])))
-        row["short_step_ms"] = time_short_step(trainee.step, data[0][:1, : SHORT_TOKENS + 1].contiguous())
+        if work.short_steps:
+            tokens = data[0][:1, : SHORT_TOKENS + 1].contiguous()
+            row["short_step_ms"] = time_short_step(trainee.step, tokens, work.short_steps)
     return row
 
 
@@ -92,16 +94,16 @@ def time_on_cpu(step: Callable[[Tensor], Tensor], data: list[Tensor], steps: int
     return times_ms
 
 
-def time_short_step(step: Callable[[Tensor], Tensor], tokens: Tensor) -> float:
+def time_short_step(step: Callable[[Tensor], Tensor], tokens: Tensor, steps: int) -> float:
     """Milliseconds a step; the host waits before the first and after the last only."""
     for _ in range(SHORT_WARM_UP):
         step(tokens)
     torch.cuda.synchronize()
     started = time.perf_counter()
-    for _ in range(SHORT_STEPS):
+    for _ in range(steps):
         step(tokens)
     torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - started) / SHORT_STEPS
+    return 1e3 * (time.perf_counter() - started) / steps
 
 
 # --- what the machine can do ------------------------------------------------------------------

@@ -4,12 +4,12 @@ A GPT has its values from the start. A Llama may be too large for one GPU, so it
 that shard parameters give each rank its part of the values, the others call `give_values` first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zero_mini.comparison import llama
 from zero_mini.comparison.works import Work
@@ -22,10 +22,11 @@ def psi_and_flops(work: Work) -> tuple[int, int]:
     return formulas.parameter_count(work.config), formulas.flops_per_token(work.config)
 
 
-def make_model(work: Work, device: torch.device) -> gpt.GPT | llama.Llama:
+def make_model(work: Work, device: torch.device, checkpointed: Callable | None = None) -> gpt.GPT | llama.Llama:
     """The unwrapped model, a Llama without values; blocks are compiled or checkpointed as in the work.
 
-    It replaces `forward`, not the call, so that hooks of a block are not compiled.
+    `checkpointed(forward)` is a block's forward with checkpointing, else torch's. This replaces `forward`, not the
+    call, so that hooks of a block are not compiled.
     """
     torch.manual_seed(0)
     if isinstance(work.config, llama.LlamaConfig):
@@ -39,14 +40,27 @@ def make_model(work: Work, device: torch.device) -> gpt.GPT | llama.Llama:
 
         config.recompile_limit = 64  # all blocks share one code object, which is compiled again for each shape
     if work.fused_loss:
-        name = "loss_of_chunk" if hasattr(model, "loss_of_chunk") else "loss"
-        setattr(model, name, torch.compile(getattr(model, name), dynamic=False))
+        compile_method(model, "loss_of_chunk" if hasattr(model, "loss_of_chunk") else "loss")
+    in_parts = work.checkpointing and isinstance(model, llama.Llama)
     for block in model.blocks:
-        if work.compiled:
-            block.forward = torch.compile(block.forward, dynamic=False)
+        for name in ("before_attention", "before_last_product") if in_parts else ("forward",):
+            if work.compiled:
+                compile_method(block, name)
         if work.checkpointing:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+            block.forward = (checkpointed or torch_checkpointed)(block.forward)
     return model
+
+
+def compile_method(module: nn.Module, name: str) -> None:
+    setattr(module, name, torch.compile(getattr(module, name), dynamic=False))
+
+
+def torch_checkpointed(forward: Callable, operators: Sequence = ()) -> Callable:
+    """torch's checkpointing, which keeps the outputs of `operators`."""
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    if operators:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, list(operators))
+    return partial(checkpoint, forward, **options)
 
 
 def initialiser(model: nn.Module) -> Callable[[str, Tensor], None] | None:

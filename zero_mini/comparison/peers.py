@@ -1,14 +1,35 @@
-"""The systems of others, each built as its documentation recommends: torch's DDP and FSDP2, DeepSpeed."""
+"""The systems of others, each built as its documentation recommends: torch's DDP and FSDP2, DeepSpeed.
+
+Tuned, they follow the parts of their documentation on speed too:
+
+    fsdp2 tuned        each block prefetches the next two explicitly, in forward and in backward; the root is gathered
+                       when a step begins (torch's FSDP2 tutorial)
+    ... symmetric      and collectives use symmetric memory on a communicator with the zero-CTA policy: all-gathers by
+                       copy engines (FSDPModule.set_symm_mem_for_comm)
+    deepspeed-3 tuned  the buckets and thresholds that transformers and DeepSpeed derive from d where a configuration
+                       says "auto"
+
+FSDP2 reduces gradients in bf16, as this package and DeepSpeed do. torch's examples reduce in fp32, which sends twice as
+much.
+"""
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from zero_mini.comparison.models import give_values, make_model
+from zero_mini.activations.kept_outputs import ATTENTION
+from zero_mini.comparison.models import give_values, make_model, torch_checkpointed
 from zero_mini.comparison.trainee import Trainee, adamw, stepper
 from zero_mini.comparison.works import ADAMW, Work
+from zero_mini.wire.copy_engine import ZERO_CTAS
+
+PREFETCHED = 2  # blocks
 
 
 def build_ddp(variant: str, work: Work, device: torch.device) -> Trainee:
@@ -31,34 +52,75 @@ def build_ddp(variant: str, work: Work, device: torch.device) -> Trainee:
     return Trainee(model, stepper(wrapped, optimizer, autocast=work.bf16), optimizer)
 
 
-def build_fsdp2(reshard_after_forward: bool, work: Work, device: torch.device, offload: bool = False) -> Trainee:
+def build_fsdp2(
+    reshard_after_forward: bool,
+    work: Work,
+    device: torch.device,
+    offload: bool = False,
+    keep_attention: bool = False,
+    tuned: bool = False,
+    symmetric: bool = False,
+) -> Trainee:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    model = make_model(work, device)
-    policy = MixedPrecisionPolicy()
+    model = make_model(work, device, partial(torch_checkpointed, operators=ATTENTION) if keep_attention else None)
+    options = {"offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy()}
     if work.bf16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    place = CPUOffloadPolicy() if offload else OffloadPolicy()
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    if symmetric:
+        options["mesh"] = mesh_of_copiers()
     for block in model.blocks:
-        fully_shard(block, mp_policy=policy, reshard_after_forward=reshard_after_forward, offload_policy=place)
-    fully_shard(model, mp_policy=policy, offload_policy=place)
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, **options)
+    if symmetric:
+        for module in (model, *model.blocks):
+            module.set_symm_mem_for_comm()
     give_values(model, device)
     optimizer = adamw(model, work)
-    return Trainee(model, stepper(model, optimizer), optimizer)
+    return Trainee(model, stepper(prefetching(model) if tuned else model, optimizer), optimizer)
 
 
-def build_deepspeed(stage: int, work: Work, device: torch.device, offload: bool = False) -> Trainee:
+def prefetching(model: nn.Module) -> Callable[..., Tensor]:
+    """The call of a model under FSDP2 that gathers ahead of time."""
+    blocks = list(model.blocks)
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 :][:PREFETCHED])
+        block.set_modules_to_backward_prefetch(blocks[:index][::-1][:PREFETCHED])
+
+    def call(*inputs: Tensor) -> Tensor:
+        model.unshard(async_op=True)
+        return model(*inputs)
+
+    return call
+
+
+def mesh_of_copiers() -> DeviceMesh:
+    """All ranks, with a communicator that gathers without thread blocks where it can."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.cta_policy = ZERO_CTAS
+    return DeviceMesh.from_group(dist.new_group(pg_options=options), "cuda")
+
+
+def build_deepspeed(
+    stage: int, work: Work, device: torch.device, offload: bool = False, tuned: bool = False
+) -> Trainee:
     # DeepSpeed reads a rank's place from the environment, even if torch.distributed is initialised already.
     place = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": device.index or 0}
     os.environ.update({name: str(value) for name, value in place.items()})
     import deepspeed
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    model = make_model(work, device)
-    give_values(model, device)
+    # Its hooks are at every layer inside a block, so blocks are not compiled. Its masters are copies of bf16 values.
+    model = make_model(replace(work, compiled=False, fused_loss=False), device)
+    give_values(model, device, torch.bfloat16 if work.bf16 else torch.float32)
     sharding = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
     if stage < 3 and not offload and "compute_grad_norm" in DeepSpeedZeroConfig.model_fields:
         sharding["compute_grad_norm"] = False  # the other systems do not compute it either
+    if tuned:
+        d = work.config.d
+        sharding |= {"reduce_bucket_size": d * d, "sub_group_size": 10**9}
+        sharding |= {"stage3_prefetch_bucket_size": 9 * d * d // 10, "stage3_param_persistence_threshold": 10 * d}
+        sharding |= {"stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9}
     settings = {
         "train_micro_batch_size_per_gpu": work.batch,
         "gradient_accumulation_steps": 1,

@@ -6,6 +6,8 @@
     ddp-zero1              DDP with torch's ZeroRedundancyOptimizer
     fsdp2, fsdp2-keep      torch's fully_shard, with and without resharding after forward
     deepspeed-1 .. -3      if it is installed
+    ... tuned              with what their documentation says about speed (peers.py)
+    ... keep attention     checkpointing that keeps attention's outputs and computes the rest of a block again
     ... offload            the optimizer in host memory: zero_mini's, FSDP2's CPUOffloadPolicy, DeepSpeed's CPU Adam
     zero-3 ...             stage 3 with one decision changed (ablations.py)
     plain                  forward and backward on one GPU, all in bf16: no ranks, no optimizer, an upper limit
@@ -14,7 +16,7 @@
 For the floor of a step (scores.py) each system has the bytes a parameter that it sends, before the factor (N-1)/N: an
 all-reduce counts twice, an all-gather, a reduce-scatter or a broadcast once.
 
-Left out: tuning beyond what is written here.
+Left out: tuning beyond what documentation says.
 """
 
 import importlib.util
@@ -25,6 +27,8 @@ from functools import partial
 import torch
 
 from zero_mini import zeroify
+from zero_mini.activations.checkpointing import checkpoint
+from zero_mini.activations.kept_outputs import ATTENTION
 from zero_mini.comparison import ablations
 from zero_mini.comparison.models import initialiser, make_model
 from zero_mini.comparison.peers import build_ddp, build_deepspeed, build_fsdp2
@@ -34,8 +38,15 @@ from zero_mini.comparison.works import BASELINE, Work
 from zero_mini.script import Script
 
 
-def build_zero(stage: int | type[Script], work: Work, device: torch.device, offload: str | None = None) -> Trainee:
-    model = make_model(work, device)
+def build_zero(
+    stage: int | type[Script],
+    work: Work,
+    device: torch.device,
+    offload: str | None = None,
+    keep_attention: bool = False,
+) -> Trainee:
+    keeping = partial(partial, checkpoint, outputs_of=ATTENTION) if keep_attention else None
+    model = make_model(work, device, keeping)
     optimizer = adamw(model, work)
     dtype = torch.bfloat16 if work.bf16 else None
     zero = zeroify(model, optimizer, stage=stage, dtype=dtype, initialise=initialiser(model), offload=offload)
@@ -64,6 +75,11 @@ SYSTEMS = {
     "deepspeed-1": System(partial(build_deepspeed, 1), 4),
     "deepspeed-2": System(partial(build_deepspeed, 2), 4),
     "deepspeed-3": System(partial(build_deepspeed, 3), 6),
+    "fsdp2 tuned": System(partial(build_fsdp2, True, tuned=True), 6),
+    "fsdp2 tuned symmetric": System(partial(build_fsdp2, True, tuned=True, symmetric=True), 6),
+    "deepspeed-3 tuned": System(partial(build_deepspeed, 3, tuned=True), 6),
+    "zero-3 keep attention": System(partial(build_zero, 3, keep_attention=True), 6),
+    "fsdp2 keep attention": System(partial(build_fsdp2, True, keep_attention=True), 6),
     "zero-2 offload": System(partial(build_zero, 2, offload="host"), 4),
     "zero-3 offload": System(partial(build_zero, 3, offload="host"), 6),
     "fsdp2 offload": System(partial(build_fsdp2, True, offload=True), 6),
