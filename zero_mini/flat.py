@@ -153,17 +153,26 @@ class Unit:
         layout = zip(self.shapes, self.strides, self.offsets)
         return [buffer.as_strided(shape, stride, start + offset) for shape, stride, offset in layout]
 
-    def materialise(self, initialise: Callable[[str, torch.Tensor], None], device: torch.device) -> None:
-        """Parameters built on the meta device get memory, and values from initialise(name, tensor)."""
-        for name, param in zip(self.names, self.params):
-            if param.is_meta:
-                values = torch.empty_like(param, device=device, requires_grad=False)
-                initialise(name, values)
-                torch.utils.swap_tensors(param, nn.Parameter(values, self.trainable))  # param stays the same object
+    def take_values(
+        self, initialise: Callable[[str, torch.Tensor], None] | None, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A new buffer (P) with the parameters' values and zeros in the gaps; one by one they become views of it.
 
-    def flatten(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A new buffer (P) with the parameters' values, and zeros in the gaps."""
-        return self.fill(torch.empty(self.P, dtype=dtype, device=device), self.params)
+        A parameter built on the meta device gets its values from initialise(name, tensor), in the buffer itself. The
+        memory of any other is free as soon as it is copied, so that there are never two copies of the whole unit.
+        """
+        buffer = torch.empty(self.P, dtype=dtype, device=device)
+        with torch.no_grad():
+            for name, param, view in zip(self.names, self.params, self.views(buffer)):
+                if param.is_meta:
+                    initialise(name, view)
+                    torch.utils.swap_tensors(param, nn.Parameter(view, self.trainable))  # param stays the same object
+                else:
+                    view.copy_(param)
+                    set_data(param, view)
+            if self.gaps:
+                torch._foreach_zero_([buffer[start:end] for start, end in self.gaps])
+        return buffer
 
     def grads(self) -> list[torch.Tensor | None]:
         """Each parameter's .grad: a gradient that is not in a flat buffer yet, or None."""

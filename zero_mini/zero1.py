@@ -51,7 +51,10 @@ class Zero1(DDP):
 
     def adopt(self, unit: Unit, values: torch.Tensor) -> None:
         """The optimizer updates a slice: in fp32 a view of the parameters themselves."""
-        unit.full = self.comm.empty(unit.P, self.dtype, self.device).copy_(values)
+        if self.mixed or self.comm.reachable is not None:
+            unit.full = self.comm.empty(unit.P, self.dtype, self.device).copy_(values)
+        else:
+            unit.full = values
         unit.master = unit.slice_of(values).clone() if self.mixed else unit.slice_of(unit.full)
         unit.full_views = unit.views(unit.full)
         unit.show(unit.full_views)

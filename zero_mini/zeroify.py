@@ -114,14 +114,14 @@ def zeroify(
 
 
 def take_over(zero: Script, initialise: Callable[[str, torch.Tensor], None] | None) -> None:
-    """Values become what the stage keeps of them. Unit by unit, so that the peak is the final states plus two units."""
+    """Values become what the stage keeps of them. Unit by unit, so that the peak is the final states plus one unit."""
     zero.prepare()
     for unit in zero.units:
-        unit.materialise(initialise, zero.device)
-        values = unit.flatten(zero.master_dtype, zero.device)
+        values = unit.take_values(initialise, zero.master_dtype, zero.device)
         zero.comm.broadcast(values, unit.name).wait()
         unit.nan_views = [values.new_full((), float("nan"), dtype=zero.dtype).expand(s) for s in unit.shapes]
         zero.adopt(unit, values)
+        del values  # stages 1 to 3 keep a part of them; the rest must not wait for the next unit
         zero.update.adopt(unit)
         watch.note_versions(unit)
         for param in unit.params:

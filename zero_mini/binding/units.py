@@ -7,7 +7,7 @@ or of two blocks, belong to the root; its turn lasts as long as the whole model'
 On a GPU a small block is not enough: its products take less time than the host needs to launch the work of a
 unit, so the GPU waits. There `units_by_size` joins consecutive blocks; on a CPU each block is a unit.
 
-Left out: splitting a block that is very large.
+A very large block is cut into units by split.py.
 """
 
 from collections import Counter
@@ -111,10 +111,13 @@ def make_units(model: nn.Module, blocks: list[tuple[str, Sequence[nn.Module]]], 
     """The root's unit first, then one for each entry of `blocks`, in order; separate units for frozen parameters.
 
     `group_of` maps id(parameter) to its param group; a frozen parameter need not be in it. A
-    parameter that two blocks share, or a block and the root, belongs to the root, once.
+    parameter or a module that two blocks share, or a block and the root, belongs to the root, once.
     """
     owner: dict[int, nn.Module] = {}
-    block_of = {id(module): block[0] for _, block in blocks for part in block for module in part.modules()}
+    block_of: dict[int, nn.Module] = {}
+    for _, block in blocks:
+        for module in (module for part in block for module in part.modules()):
+            block_of[id(module)] = block[0] if block_of.get(id(module), block[0]) is block[0] else model
     for module in model.modules():
         for param in module.parameters(recurse=False):
             home = block_of.get(id(module), model)
