@@ -1,5 +1,6 @@
-"""What surrounds a collective: its entry in the ledger, the report of a missing rank, the use of copy engines;
-links that are slow on purpose, and what a link costs.
+"""What surrounds a collective: its entry in the ledger, the report of a missing rank, the use of copy engines.
+
+Also a link that is slow on purpose, and the fit of what a link costs.
 
 ledger.py       every collective, in the order of launch
 lost_ranks.py   which rank is missing when one fails

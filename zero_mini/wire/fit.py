@@ -23,6 +23,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -87,9 +88,9 @@ def measure(
         shard = torch.zeros(max(1, nbytes // 4 // N), device=device)
         buffer = torch.zeros(N * len(shard), device=device)
         calls = {
-            "all_reduce": lambda: comm.all_reduce(buffer, "fit"),
-            "reduce_scatter": lambda: comm.reduce_scatter(shard, buffer, "fit"),
-            "all_gather": lambda: comm.all_gather(buffer, shard, "fit"),
+            "all_reduce": partial(comm.all_reduce, buffer, "fit"),
+            "reduce_scatter": partial(comm.reduce_scatter, shard, buffer, "fit"),
+            "all_gather": partial(comm.all_gather, buffer, shard, "fit"),
         }
         for kind, launch in calls.items():
             seconds = min(elapsed(comm, launch, clock, device) for _ in range(1 + repeats))  # the first one warms up
