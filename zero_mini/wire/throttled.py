@@ -15,7 +15,7 @@ and it begins when it is launched, or when the collective before it on this link
 So what a rank computes between launch and wait hides the link, as on a real one. The collective itself is the real one:
 the numbers are those of `Comm`. On a GPU a kernel that only counts cycles stands for the link, on a stream of its own.
 
-Put it before another Comm to throttle that one, with the arguments of both: `class SlowNode(ThrottledComm, HybridComm)`.
+To throttle another Comm, put this one before it: `class SlowNode(ThrottledComm, HybridComm)` has the arguments of both.
 
 Left out: a rank that comes late (the link of each rank counts from its own launch), words between hosts
 (`comm.host`), and several ranks that share one link.
