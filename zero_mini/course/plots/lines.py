@@ -48,8 +48,12 @@ def draw_lines(
     across: str = "",
     up: str = "",
     log: str = "",
+    low: float = 0.0,
 ) -> Figure:
-    """lines, dots: a name -> x -> y. A name may have both. log: "x", "y" or "xy", the axes that are logarithmic."""
+    """lines, dots: a name -> x -> y. A name may have both.
+
+    log: "x", "y" or "xy", the axes that are logarithmic. low: where an upright axis that is not begins.
+    """
     figure = page(3.65, title, note)
     axes = panel(figure, 0.8, 0.68, WIDTH_IN, HEIGHT_IN)
     for side, letter, name in (("bottom", "x", across), ("left", "y", up)):
@@ -63,7 +67,7 @@ def draw_lines(
     for name, points in dots.items():
         axes.scatter(*zip(*points.items()), color=colours[name], s=22, edgecolors="white", linewidths=0.6, zorder=3)
     if "y" not in log:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=low)
     plain_numbers(axes, log)
     label_ends(axes, lines | {name: points for name, points in dots.items() if name not in lines}, colours)
     return figure
@@ -72,10 +76,11 @@ def draw_lines(
 def colours_of(names: list[str]) -> dict[str, str]:
     """Those of stages and collectives, and for other names the palette's in turn.
 
-    >>> colours_of(["stage 0", "a", "b"]) == {"stage 0": INK, "a": INK, "b": PARAMETERS}
+    >>> colours_of(["stage 0", "a", "b"]) == {"stage 0": INK, "a": PARAMETERS, "b": GRADIENTS}
     True
     """
-    others = cycle(OTHERS)
+    taken = {KNOWN[name] for name in names if name in KNOWN}
+    others = cycle([colour for colour in OTHERS if colour not in taken] or OTHERS)
     return {name: KNOWN.get(name) or next(others) for name in names}
 
 
@@ -94,12 +99,16 @@ def label_ends(axes: Axes, curves: Mapping[str, Points], colours: dict[str, str]
 
 
 def plain_numbers(axes: Axes, log: str) -> None:
-    """Powers of ten as 0.1, 1, 10 up to six digits, and as 1e9 beyond."""
+    """Powers of ten as 0.1, 1, 10 up to five digits, and as 1e9 beyond; 1, 2, 5, 10 where there are few."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     for letter, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
         if letter in log:
-            axis.set_major_locator(LogLocator(10, numticks=8))
+            low, high = axis.get_view_interval()
+            few = high / low < 300  # less than two and a half decades
+            axis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if few else (1,), numticks=8))
             axis.set_minor_locator(NullLocator())
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("e+0", "e")))
+            axis.set_major_formatter(
+                FuncFormatter(lambda value, _: f"{value:g}".replace("e+0", "e").replace("e-0", "e-"))
+            )
             axis.set_tick_params(labelcolor=FAINT)
