@@ -10,6 +10,7 @@ where it happened.
 """
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ class Meter:
 
     def __enter__(self) -> "Meter":
         if self.is_cuda:
+            gc.collect()  # what a run before this one left: a handle is in cycles of references
             torch.cuda.empty_cache()
             self.before = torch.cuda.memory_allocated()
         else:
