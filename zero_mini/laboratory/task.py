@@ -102,6 +102,11 @@ def parameters_of(model: nn.Module) -> Tensor:
     return torch.cat([value.detach().flatten() for value in model.state_dict().values()])
 
 
+def gap(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two elements."""
+    return (a - b).abs().max().item()
+
+
 def gradient_of(model: nn.Module) -> Tensor:
     """All gradients (Psi), a copy."""
     return torch.cat([param.grad.flatten() for param in model.parameters()])
