@@ -25,7 +25,7 @@ ZeRO++ (qgZ) do: then bytes do not grow with N. Padding gets a sign from the 1-b
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -178,8 +178,8 @@ class QuantisedGathers(Zero3):
 # --- the experiments --------------------------------------------------------------------------
 
 
-def compare_codecs(steps: int = 300) -> dict[str, dict]:
-    """On ranks: losses, loss on held-out text, bytes that a rank sends in a step, residuals that it keeps."""
+def compare_codecs(steps: int = 300, names: Sequence[str] = ()) -> dict[str, dict]:
+    """On ranks: what `run` returns, for each system; `names`: only for these."""
     systems = {
         "all-reduce": (0, None),
         "exact": (0, lambda: Compressed(Cast())),
@@ -190,15 +190,15 @@ def compare_codecs(steps: int = 300) -> dict[str, dict]:
         "stage 3": (3, None),
         "stage 3, 8-bit gathers": (QuantisedGathers, None),
     }
-    return {name: run(stage, make_comm, steps) for name, (stage, make_comm) in systems.items()}
+    return {name: run(*systems[name], steps) for name in names or systems}
 
 
 def run(stage, make_comm: Callable[[], Comm] | None, steps: int) -> dict:
-    """One training on ranks, with SGD and momentum."""
+    """One training: losses, loss on held-out text, bytes that a rank sends in a step, residuals that it keeps."""
     model = byte_model()
     zero = zeroify(model, momentum(model), stage, comm=make_comm() if make_comm else None)
     losses = train(model, zero.optimizer, steps, zero.rank, zero.world_size)
-    sent: dict[str, float] = {}
+    sent: dict[str, float] = {}  # by kind of collective
     for call in zero.ledger:
         sent[call.kind] = sent.get(call.kind, 0) + call.wire_numel(zero.world_size) * call.itemsize
     return {
