@@ -9,7 +9,6 @@ So every N sees the same global batch in the same step, and a step on two CPU co
 Left out: dropout, schedules, clipping. They are the same for every system that is compared here.
 """
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -74,17 +73,13 @@ def train(
     rank: int = 0,
     world_size: int = 1,
     seed: int = 0,
-    between: Callable[[int], None] = lambda step: None,
+    first: int = 0,
 ) -> list[float]:
-    """The ordinary loop, for a plain model, torch DDP and zeroify alike; the loss of this rank in each step.
-
-    between    called with the step after backward and before the update.
-    """
+    """The ordinary loop from step `first` on, for a plain model, torch DDP and zeroify alike; this rank's losses."""
     losses = []
-    for step in range(steps):
+    for step in range(first, first + steps):
         loss = loss_of(model, batch(step, rank, world_size, seed=seed))
         loss.backward()
-        between(step)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
