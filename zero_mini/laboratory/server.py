@@ -229,12 +229,12 @@ def compare_memory() -> dict[str, int]:
     return {name: sum(nbytes[state] for state in states) for name, nbytes in kept.items()}
 
 
-def compare_staleness(turns: int = 300, stalenesses: Sequence[int] = (0, 1, 2, 4, 8)) -> dict[int, list[float]]:
+def compare_staleness(turns: int = 300, stalenesses: Sequence[int] = (0, 1, 2, 4, 8)) -> dict[str, list[float]]:
     """In one process: the loss in each turn, for each staleness."""
     curves = {}
     for staleness in stalenesses:
         model = byte_model()
-        curves[staleness] = delayed(model, torch.optim.SGD(model.parameters(), lr=0.5), turns, staleness)
+        curves[f"staleness {staleness}"] = delayed(model, torch.optim.SGD(model.parameters(), lr=0.5), turns, staleness)
     return curves
 
 
