@@ -8,8 +8,10 @@
     sampling.py      a random part of the model is updated
     balance.py       ranks with unequal numbers of examples or tokens
     claims.py        what people say that ZeRO does, each with a run
+    rows.py          the table: a verdict from each number; verdict.py has its parts
+    __main__.py      runs them all
 
-    make myths       runs them all, writes measured/myths.json, prints claim, experiment, number and verdict
+    make myths       runs __main__.py: writes measured/myths.json, prints claim, experiment, number and verdict
 
 None of this is part of the book: nothing there imports it.
 """
