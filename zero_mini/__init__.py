@@ -19,6 +19,7 @@ What serves it, each folder with a list of its files in `__init__.py`:
     trainer       the model, the data, the flags and the reports of train_gpt.py
     comparison    the benchmark
     course        what the lessons share: ranks in a notebook, figures
+    laboratory    what ZeRO is not: other systems, beside the real thing
     measured      records of what was measured, as JSON
 """
 

@@ -1,6 +1,6 @@
 """Run every experiment, write measured/myths.json, and print the table: claim, experiment, number, verdict.
 
-    python -m zero_mini.laboratory            `make myths`: a few minutes on two CPU cores
+    python -m zero_mini.laboratory            `make myths`: five minutes or more on two CPU cores
     python -m zero_mini.laboratory --table    the table of the record that is there
 
 An experiment is a function of this package that runs on 2 or 4 ranks, on the CPU. A row of the table is a function of

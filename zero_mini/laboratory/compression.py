@@ -2,7 +2,7 @@
 
     codec        bytes for P fp32 elements   error of an element x, at most
     exact        4 P                         0
-    bf16         2 P                         2^-9 |x|
+    bf16         2 P                         2^-8 |x|
     8 bits       P + 4 P/32                  1/254 of the largest of its 32 elements
     1 bit        P/8 + 4                     |x| + the mean of all |x|; error feedback sends it later
     lossless     depends on the values       0
@@ -42,8 +42,8 @@ from zero_mini.laboratory.task import (
     gradient_of,
     held_out_loss,
     loss_of,
-    momentum,
     parameters_of,
+    sgd,
     train,
 )
 from zero_mini.wire.host_words import all_gather
@@ -108,8 +108,8 @@ class OneBit:
 def lossless(values: Tensor, planes: bool = False) -> bytes:
     """zlib's fastest. planes: first all first bytes, then all second ones: those with the exponents repeat most.
 
-    >>> len(lossless(torch.zeros(1000))), lossless(torch.ones(3)) != lossless(torch.ones(3), planes=True)
-    (31, True)
+    >>> len(lossless(torch.arange(1000.0))) > 1.5 * len(lossless(torch.arange(1000.0), planes=True))
+    True
     """
     data = values.view(torch.uint8).view(-1, values.element_size())
     return zlib.compress((data.T.contiguous() if planes else data).numpy().tobytes(), 1)
@@ -196,7 +196,7 @@ def compare_codecs(steps: int = 300, names: Sequence[str] = ()) -> dict[str, dic
 def run(stage, make_comm: Callable[[], Comm] | None, steps: int) -> dict:
     """One training: losses, loss on held-out text, bytes that a rank sends in a step, residuals that it keeps."""
     model = byte_model()
-    zero = zeroify(model, momentum(model), stage, comm=make_comm() if make_comm else None)
+    zero = zeroify(model, sgd(model), stage, comm=make_comm() if make_comm else None)
     losses = train(model, zero.optimizer, steps, zero.rank, zero.world_size)
     sent: dict[str, float] = {}  # by kind of collective
     for call in zero.ledger:

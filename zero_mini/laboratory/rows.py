@@ -83,7 +83,7 @@ def approximations(r: dict) -> list[Row]:
             "ZeRO sends sparse gradients",
             "held-out loss after 300 steps: all-reduce, top 1 % with and without feedback",
             f"{exact:.3f}, {fed:.3f}, {one:.3f}",
-            judged(exact < fed < one, "top-k is another algorithm; ZeRO's losses are those of the all-reduce"),
+            judged(fed != exact < one - 0.1, "top-k is another algorithm, and it needs feedback"),
         ),
         Row(
             "fewer elements take less time",
@@ -108,7 +108,10 @@ def approximations(r: dict) -> list[Row]:
             "one bit for each element is enough",
             "held-out loss: all-reduce, 1 bit with and without feedback",
             ", ".join(f"{codecs[name]['held_out']:.3f}" for name in ("all-reduce", "1 bit, feedback", "1 bit")),
-            judged(exact < codecs["1 bit, feedback"]["held_out"] < codecs["1 bit"]["held_out"], "not in these steps"),
+            depends(
+                abs(codecs["1 bit, feedback"]["held_out"] - exact) < 0.1 < codecs["1 bit"]["held_out"] - exact,
+                "only with error feedback, 4 bytes an element on every rank",
+            ),
         ),
         Row(
             "lossless compression halves the bytes",
@@ -148,7 +151,8 @@ def claims(r: dict) -> list[Row]:
     halved = [states[f"stage {stage}, N = 4"] / states[f"stage {stage}, N = 2"] for stage in range(4)]
     activations = {nbytes["activations"] for nbytes in memory.values()}
     work, peaks, adafactor = r["work"], r["peaks"], r["optimizers"]["Adafactor"]
-    gpu, scores = recorded("speed")["works"]["1.5B"], recorded("speed")["works"]["1.5B"]["scores"]
+    gpu = recorded("speed")["works"]["1.5B"]
+    scores, cards = gpu["scores"], f"{gpu['machine']['cards']} x {gpu['machine']['card']}"
     return [
         Row(
             "ZeRO costs accuracy",
@@ -158,7 +162,7 @@ def claims(r: dict) -> list[Row]:
         ),
         Row(
             "on four ranks nothing differs either",
-            "first gradient, stage 2 and torch DDP: elements that differ, by how many units in the last place of the sum of sizes",
+            "first gradient, stage 2 and torch DDP: elements that differ, by units in the last place of sum_r |g_r|",
             f"{four['differ']:.0%}, by at most {four['ulps']:.1f}; after 300 steps parameters by at most "
             f"{four['gaps']['stage 2']:.1e}, the held-out loss by {abs(loss['stage 2'] - loss['torch DDP']):.1e}",
             depends(0 < four["ulps"] <= 3, "the order of sums differs, as between two settings of DDP's buckets"),
@@ -177,7 +181,7 @@ def claims(r: dict) -> list[Row]:
         ),
         Row(
             "1.5 x the traffic is 1.5 x the time",
-            f"ms of a step, stages 2 and 3: here; 1.5B on {gpu['machine']['cards']} x {gpu['machine']['card']}, speed.json",
+            f"ms of a step, stages 2 and 3: here; 1.5B on {cards} (speed.json)",
             f"{ms[2]:.1f} and {ms[3]:.1f}; {scores['zero-2']['ms']:.1f} and {scores['zero-3']['ms']:.1f}",
             judged(
                 scores["zero-3"]["ms"] < 1.1 * scores["zero-2"]["ms"],

@@ -49,6 +49,7 @@ from zero_mini.laboratory.task import (
     parameters_of,
     set_gradient,
     set_parameters,
+    sgd,
     train,
 )
 from zero_mini.memory.formulas import PlainTraining, walk
@@ -234,7 +235,7 @@ def compare_staleness(turns: int = 300, stalenesses: Sequence[int] = (0, 1, 2, 4
     curves = {}
     for staleness in stalenesses:
         model = byte_model()
-        curves[f"staleness {staleness}"] = delayed(model, torch.optim.SGD(model.parameters(), lr=0.5), turns, staleness)
+        curves[f"staleness {staleness}"] = delayed(model, sgd(model), turns, staleness)
     return curves
 
 

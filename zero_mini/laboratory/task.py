@@ -57,6 +57,11 @@ def loss_of(model: nn.Module, examples: Batch) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Plain SGD, whose update is the gradient: what a codec does to one shows in the other."""
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
     """SGD, whose steps show a gradient that is too large by a factor; Adam's do not."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
