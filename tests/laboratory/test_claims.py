@@ -9,7 +9,7 @@ import torch
 
 from zero_mini.course.lesson import recorded
 from zero_mini.laboratory import claims
-from zero_mini.laboratory.__main__ import EXPERIMENTS, merge
+from zero_mini.laboratory.__main__ import EXPERIMENTS, merge, table
 from zero_mini.laboratory.rows import rows
 
 ROOT = Path(__file__).parents[2]
@@ -110,3 +110,10 @@ def test_another_number_is_another_verdict():
         "ZeRO sends less",
         "the peak of stage 2 is always below that of stage 1",
     }
+
+
+def test_the_page_of_facts_has_the_recorded_table():
+    page = (ROOT / "docs" / "facts.md").read_text()
+    assert table(recorded("myths")["myths"]["results"], to_read=False) in page
+    papers = re.findall(r"\[([\d.]+)\]\(https://arxiv\.org/abs/([\d.]+)\)", page)
+    assert papers and all(shown == linked and re.fullmatch(r"\d{4}\.\d{5}", shown) for shown, linked in papers)

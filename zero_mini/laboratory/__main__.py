@@ -1,7 +1,7 @@
 """Run every experiment, write measured/myths.json, and print the table: claim, experiment, number, verdict.
 
     python -m zero_mini.laboratory            `make myths`: five minutes or more on two CPU cores
-    python -m zero_mini.laboratory --table    the table of the record that is there
+    python -m zero_mini.laboratory --table    the table of the record that is there, as docs/facts.md has it
 
 An experiment is a function of this package that runs on 2 or 4 ranks, on the CPU. A row of the table is a function of
 the numbers: where they say otherwise, the verdict is another one.
@@ -82,9 +82,12 @@ def machine() -> dict[str, object]:
     return {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count(), "backend": "gloo"}
 
 
-def table(results: dict) -> str:
-    """Claim, experiment, number, verdict."""
-    return tabulate(rows(results), headers="keys", tablefmt="grid", maxcolwidths=[26, 34, 46, 34])
+def table(results: dict, to_read: bool = True) -> str:
+    """Claim, experiment, number, verdict: to read on a screen, or in GitHub's format."""
+    if to_read:
+        return tabulate(rows(results), headers="keys", tablefmt="grid", maxcolwidths=[26, 34, 46, 34])
+    lines = [("claim", "experiment", "number", "verdict"), 4 * ("---",), *(row.values() for row in rows(results))]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def main() -> None:
@@ -99,7 +102,7 @@ def main() -> None:
         record = {"machine": machine(), "myths": {"results": results, "rows": rows(results)}}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(table(record["myths"]["results"]))
+    print(table(record["myths"]["results"], to_read=not options.table))
 
 
 if __name__ == "__main__":
