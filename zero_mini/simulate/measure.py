@@ -43,6 +43,7 @@ class Meter:
         self.is_cuda, self.recorder = device.type == "cuda", None if device.type == "cuda" else Recorder()
 
     def __enter__(self) -> "Meter":
+        gc.collect()  # a handle that is gone leaves cycles, which hold its memory
         if self.is_cuda:
             gc.collect()  # what a run before this one left: a handle is in cycles of references
             torch.cuda.empty_cache()

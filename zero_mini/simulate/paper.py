@@ -54,9 +54,7 @@ def table_1(base: Setup) -> Iterator[dict]:
     for name, rows in TABLE_1.items():
         for N in rows:
             for stage in (1, 2, 3):
-                cell = dataclasses.replace(
-                    *(base,), config=SHAPES[name], world_size=N, stage=stage, device_bytes=base.device_bytes
-                )
+                cell = dataclasses.replace(base, config=SHAPES[name], world_size=N, stage=stage)
                 if 0.9 * cell.states_bytes < there:
                     yield run(cell) | {"model": name}
 
