@@ -158,7 +158,7 @@ def compare(
 def described(work: Work) -> dict:
     """A work's parameters, for readers of the JSON."""
     psi, flops = psi_and_flops(work)
-    chunks = {"loss_chunks": work.loss_chunks} if work.loss_chunks > 1 else {}
+    of_loss = {"loss_chunks": work.loss_chunks, "one_pass_loss": work.one_pass_loss} if work.loss_chunks > 1 else {}
     return {
         "model": {name: getattr(work.config, name) for name in MODEL if hasattr(work.config, name)},
         "batch": work.batch,
@@ -168,7 +168,7 @@ def described(work: Work) -> dict:
         "checkpointing": work.checkpointing,
         "compiled": work.compiled,
         "fused_loss": work.fused_loss,
-        **chunks,
+        **of_loss,
         "lr": work.lr,
         "psi": psi,
         "flops_per_token": flops,
