@@ -35,12 +35,13 @@ def from_measured(record: dict) -> dict:
         for run in runs
     }
     first, card = runs[0], record["machine"]["card"].removeprefix("NVIDIA ")
+    where = "a CPU" if card == "CPU" else f"one {card}"
     return {
         "measured": measured,
         "psi": first["psi"],
         "world_size": first["world_size"],
         "itemsize": 4 if first["precision"] == "fp32" else 2,
-        "note": f"rank {first.get('rank', 0)} of {first['world_size']} on {'a CPU' if card == 'CPU' else f'one {card}'}",
+        "note": f"rank {first.get('rank', 0)} of {first['world_size']} on {where}",
     }
 
 
