@@ -16,6 +16,8 @@ train: .venv/installed
 	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node $(N) zero_mini/train_gpt.py --stage $(STAGE) $(ARGS)
 
 # Two files at a time: most tests are ranks that wait for each other, and tests of a file share what they start.
+# There are more processes than cores then, and threads of OpenMP spin while they wait: one thread each.
+test check: export OMP_NUM_THREADS = 1
 test: .venv/installed-test
 	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile \

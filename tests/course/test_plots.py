@@ -15,12 +15,14 @@ from zero_mini.course.plots import (
     exponents,
     frame,
     gantt,
+    lines,
     loss_scales,
     moments,
     ownership,
     peaks,
     per_parameter,
     sent,
+    simulated,
     states,
     steps,
     tradeoff,
@@ -483,6 +485,18 @@ def test_a_peak_is_cut_into_its_parts():
     assert len({bar.get_facecolor() for bar in axes.patches}) == 4
 
 
+def test_what_a_simulated_rank_held_lies_on_the_papers_bars():
+    given = {0: (16e9, 18e9), 1: (4.2e9, 5e9), 2: None}
+    figure = simulated.draw_simulated(given, 1e9, 64, 2, "invented")
+    check_layout(figure)
+    (axes,) = figure.axes
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches][2::3]
+    assert ends == pytest.approx([16, 4 + 12 / 64, 2 + 14 / 64])
+    marks = [(mark.get_marker(), *mark.get_xydata()[0]) for mark in axes.lines]
+    assert marks == [("o", 16, 0.5), ("^", 18, 0.5), ("o", 4.2, 1.5), ("^", 5, 1.5)]
+    assert {"out of memory", "paper 16.0", "states 4.20, peak 5.00"} <= set(texts(figure))
+
+
 def test_a_dot_s_name_stands_to_its_left_where_another_dot_is_in_the_way():
     given = {"here": [(20e9, 900.0, "in the way"), (24e9, 905.0, "free"), (40e9, 100.0, "far")]}
     figure = tradeoff.draw_tradeoff(given, "Time and memory", time="ms for a billion")
@@ -527,3 +541,22 @@ def test_waits_of_all_ranks_have_one_scale():
     check_layout(figure)
     assert [[bar.get_height() for bar in axes.patches] for axes in figure.axes] == [[50.0, 60.0], [2.0, 3.0]]
     assert len({axes.get_ylim() for axes in figure.axes}) == 1 and {"rank 0", "rank 1"} <= set(texts(figure))
+
+
+# --- lines and dots -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log", ["", "x", "y", "xy"])
+def test_lines_and_dots_lie_where_they_are_and_share_a_colour_if_they_share_a_name(log):
+    predicted = {"stage 0": {1.0: 4.0, 8.0: 0.5}, "a": {8.0: 0.25, 1.0: 2.0}}
+    figure = lines.draw_lines(predicted, {"a": {2.0: 1.5}, "b": {4.0: 3.0}}, "Title", "note", "MB/s", "s", log)
+    check_layout(figure)
+    (axes,) = figure.axes
+    assert [dict(zip(*line.get_data())) for line in axes.lines] == list(predicted.values())
+    assert [dots.get_offsets().tolist() for dots in axes.collections] == [[[2.0, 1.5]], [[4.0, 3.0]]]
+    colours = [line.get_color() for line in axes.lines]
+    from matplotlib.colors import to_hex
+
+    a, b = (to_hex(dots.get_facecolor()[0]) for dots in axes.collections)
+    assert a == colours[1] != colours[0] and b not in colours
+    assert {"stage 0", "a", "b"} <= set(texts(figure))
