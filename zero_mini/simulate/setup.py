@@ -66,6 +66,11 @@ class Setup:
         return parameter_count(self.config)
 
     @property
+    def here(self) -> torch.device:
+        """The device, with its number."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+
+    @property
     def states_bytes(self) -> float:
         """By the paper's formula."""
         return sum(model_state_bytes(self.psi, self.world_size, self.stage, DTYPES[self.precision].itemsize).values())
@@ -80,7 +85,7 @@ class Setup:
             checkpoint_blocks(model)
         zero = zeroify(
             *(model, torch.optim.AdamW(param_groups(model, 0.1), lr=1e-4, fused=True), self.stage),
-            **{"comm": comm, "dtype": DTYPES[self.precision], "device": self.device},
+            **{"comm": comm, "dtype": DTYPES[self.precision], "device": self.here},
             units=split_blocks(model, self.split) if self.split and 12 * self.config.d**2 > self.split else None,
             initialise=values.initialise,
         )
@@ -92,7 +97,7 @@ class Setup:
         """Steps on random tokens, the same on every rank."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = (self.batch, self.config.T + 1)
-        tokens = torch.randint(self.config.vocab, shape, generator=generator).to(self.device)
+        tokens = torch.randint(self.config.vocab, shape, generator=generator).to(self.here)
 
         def compute(zero: Script) -> torch.Tensor:
             loss = zero.model(tokens[:, :-1], tokens[:, 1:])
