@@ -5,8 +5,8 @@
 Paper (arXiv 1910.02054, section 10): 60 billion parameters on 64 to 400 V100 of 32 GB, P_os+g; 16 GPUs of a node share
 8 x 100 Gbit/s; 1.6K sequences in a batch on 400 GPUs; 15 PFLOP/s on 400 GPUs, on average over models of 8B to 100B.
 
-Assumed, and not in the paper: the model is split over all 16 GPUs of a node; 8 GB do not depend on the batch; nothing
-hides; a matrix product is as efficient with a small batch as with a large one.
+Assumed here: the model is split over all 16 GPUs of a node; sequences of 1024 tokens; 8 GB do not depend on the batch;
+nothing hides; a matrix product is as efficient with a small batch as with a large one.
 
 Left out: model parallelism's own traffic, which grows with the batch as computing does.
 """
