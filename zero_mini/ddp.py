@@ -37,7 +37,8 @@ class DDP(Script):
         """The optimizer updates all of them. Without mixed precision the parameters are the master."""
         unit.master = values
         unit.full = values.to(self.dtype)
-        unit.show(unit.views(unit.full))
+        unit.full_views = unit.views(unit.full)
+        unit.show(unit.full_views)
 
     def reduce(self, unit: Unit) -> None:
         """Every rank needs all of the mean: all-reduce, in place."""

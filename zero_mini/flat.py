@@ -27,6 +27,7 @@ Left out: parameters of several dtypes in one model, and sparse ones (see bindin
 """
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -85,12 +86,13 @@ class Unit:
     is_grouped: bool = True  # its parameters are in the optimizer's param groups; frozen ones need not be
     middle: nn.Parameter | None = None  # its gradient arrives half-way through the unit's backward
     full: torch.Tensor | None = None  # (P) what the model computes with; stage 3 has none
+    full_views: list[torch.Tensor] = field(default_factory=list)  # of `full`, one a parameter
     master: torch.Tensor | None = None  # (P) or (S) what this rank's optimizer updates
     local_grad: torch.Tensor | None = None  # (P) this rank's gradients, not reduced yet
     mean_grad: torch.Tensor | None = None  # shaped like master: the mean over ranks
     pieces: list[tuple[int, nn.Parameter]] = field(default_factory=list)  # (group, view of master)
     reducing: "Reduction | None" = None  # in flight
-    pending_backwards: int = 0  # forward calls whose backward has not started yet
+    pending: Counter = field(default_factory=Counter)  # module -> its forward calls whose backward has not started yet
     used: int = 0  # bit i: on this rank params[i] got a gradient since zero_grad()
     used_anywhere: int = 0  # the same for any rank; ranks exchange it at the step
     apart: set[int] = field(default_factory=set)  # indices of params that are a run of their own
@@ -151,17 +153,27 @@ class Unit:
         layout = zip(self.shapes, self.strides, self.offsets)
         return [buffer.as_strided(shape, stride, start + offset) for shape, stride, offset in layout]
 
-    def materialise(self, initialise: Callable[[str, torch.Tensor], None], device: torch.device) -> None:
-        """Parameters built on the meta device get memory, and values from initialise(name, tensor)."""
-        for name, param in zip(self.names, self.params):
-            if param.is_meta:
-                values = torch.empty_like(param, device=device, requires_grad=False)
-                initialise(name, values)
-                torch.utils.swap_tensors(param, nn.Parameter(values, self.trainable))  # param stays the same object
+    def take_values(
+        self, initialise: Callable[[str, torch.Tensor], None] | None, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A new buffer (P) with the parameters' values and zeros in the gaps; one by one they become views of it.
 
-    def flatten(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A new buffer (P) with the parameters' values, and zeros in the gaps."""
-        return self.fill(torch.empty(self.P, dtype=dtype, device=device), self.params)
+        A parameter built on the meta device gets its values from initialise(name, tensor), in the buffer itself. The
+        memory of any other is free as soon as it is copied, so that there are never two copies of the whole unit.
+        """
+        buffer = torch.empty(self.P, dtype=dtype, device=device)
+        with torch.no_grad():
+            for name, param, view in zip(self.names, self.params, self.views(buffer)):
+                if param.is_meta:
+                    initialise(name, view)
+                    # .data: a count of writes of its own. param stays the same object.
+                    torch.utils.swap_tensors(param, nn.Parameter(view.data, self.trainable))
+                else:
+                    view.copy_(param)
+                    set_data(param, view)
+            if self.gaps:
+                torch._foreach_zero_([buffer[start:end] for start, end in self.gaps])
+        return buffer
 
     def grads(self) -> list[torch.Tensor | None]:
         """Each parameter's .grad: a gradient that is not in a flat buffer yet, or None."""

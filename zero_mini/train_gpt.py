@@ -2,6 +2,7 @@
 
     torchrun zero_mini/train_gpt.py --stage 2                                     one process
     torchrun --standalone --nproc-per-node 2 zero_mini/train_gpt.py --stage 2     two of them, on a CPU or two GPUs
+    python zero_mini/train_gpt.py --stage 3 --pretend-world 1024                  rank 0 of 1024; the others are absent
     python zero_mini/train_gpt.py --help                                          every flag
 
 A step, for each rank:
@@ -51,9 +52,12 @@ from zero_mini.checkpoint.sharded import CheckpointError, Checkpoints
 from zero_mini.comm import Call
 from zero_mini.memory.inventory import waiting_places
 from zero_mini.script import Script
+from zero_mini.simulate.absent import Absent
+from zero_mini.simulate.measure import Training, formulas, measure, report
+from zero_mini.simulate.values import Values
 from zero_mini.trainer import text
 from zero_mini.trainer.fits import check_memory
-from zero_mini.trainer.gpt import GPT, PRESETS, GPTConfig, generate, init_weight, param_groups, parameter_count
+from zero_mini.trainer.gpt import GPT, PRESETS, GPTConfig, generate, init_rule, param_groups, parameter_count
 from zero_mini.trainer.launch import (
     OwnRefusal,
     Place,
@@ -117,6 +121,8 @@ def prepare(options: Options, place: Place) -> Job:
     check_memory(options, config, device, DTYPES[precision], place)
     training_text, held_out = text.split(text.load(options.data, config.T, config.vocab))
     ranks, G = place.world_size, options.global_batch
+    if options.pretend_world:  # every rank, absent ones included, has the whole batch
+        place, ranks = Place(0, 1, 0, 1), 1
     micro_batch = options.micro_batch or (G // ranks if G % ranks == 0 else 1)
     batches_from = partial(text.batches, training_text, config.T, G, place.rank, ranks, micro_batch, options.seed)
     batches_from(0)  # raises if the batches do not fit the text
@@ -218,8 +224,13 @@ def train(options: Options, job: Job, place: Place) -> None:
             print(f"\nthe held-out text begins:\n{fill(opening)}\n\nthe model goes on:\n{fill(continuation)}")
 
 
-def build(options: Options, job: Job, place: Place) -> tuple[Script, torch.optim.lr_scheduler.LRScheduler]:
-    """The handle of model and optimizer at the stage of the options, and the schedule. Collective."""
+def build(
+    options: Options, job: Job, place: Place, absent: bool = False
+) -> tuple[Script, torch.optim.lr_scheduler.LRScheduler]:
+    """The handle of model and optimizer at the stage of the options, and the schedule. Collective.
+
+    absent: the other ranks are.
+    """
     torch.manual_seed(options.seed)
     if options.offload:  # the update runs on the CPU, and torchrun sets one thread a rank
         torch.set_num_threads(max(1, os.cpu_count() // place.local_world_size))
@@ -228,24 +239,52 @@ def build(options: Options, job: Job, place: Place) -> tuple[Script, torch.optim
     if options.checkpoint_activations:
         checkpoint_blocks(model, options.checkpoint_activations, options.keep_activations)
 
+    values = Values(partial(init_rule, L=job.config.L), options.seed)  # alike for any units and number of ranks
+
     def initialise(name: str, tensor: torch.Tensor) -> None:
         if job.weights:
             tensor.copy_(job.weights[name])
         else:
-            init_weight(name, tensor, job.config.L)
+            values.initialise(name, tensor)
 
     groups = param_groups(model, options.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
     factor = partial(lr_factor, warmup=options.warmup, steps=options.steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    comm = Absent(place.rank, place.world_size, values) if absent else None
     zero = zeroify(
         *(model, optimizer, options.stage),
         dtype=DTYPES[job.precision],
         device=job.device,
         initialise=initialise,
         offload=options.offload,
+        comm=comm,
     )
+    if comm is not None:
+        comm.follow(zero)
     return zero, scheduler
+
+
+def pretend(options: Options, job: Job, place: Place) -> None:
+    """One or two steps as a rank whose peers are absent, and what they took."""
+    itemsize, psi = DTYPES[job.precision].itemsize, parameter_count(job.config)
+    batches = job.batches_from(0)
+
+    def compute(zero: Script) -> torch.Tensor:
+        return accumulate(zero, next(batches), job.device)
+
+    def update(zero: Script) -> None:
+        zero.clip_grad_norm_(options.clip)
+        zero.optimizer.step()
+        zero.optimizer.zero_grad()
+
+    training = Training(lambda: build(options, job, place, absent=True)[0], compute, update)
+    result = measure(training, job.device, min(options.steps, 2))
+    result |= formulas(psi, options.stage, place.world_size, itemsize, result)
+    about = {"stage": options.stage, "precision": job.precision, "psi": psi, "device": job.device.type}
+    print(fill(report(about | {"rank": place.rank, "world_size": place.world_size}, result)))
+    if result["outcome"] != "ran":
+        raise Refusal(result["outcome"])
 
 
 def fit(
@@ -394,17 +433,24 @@ def run(argv: list[str]) -> None:
     place, store = Place(0, 1, 0, 1), None
     try:
         place = find_place(os.environ)
-        options, arguments, job, problem = Options(), {}, None, None
+        options, arguments, job, problem, pretended = Options(), {}, None, None, None
         try:
             options = parse(argv)
             arguments = dataclasses.asdict(options)
-            job = prepare(options, place)
+            if options.pretend_world:
+                pretended = Place(options.pretend_rank, options.pretend_world, 0, 1)
+                if place.world_size > 1:
+                    raise ValueError("--pretend-world is of one process; start it with python, not with torchrun")
+            job = prepare(options, pretended or place)
         except (ValueError, OSError) as error:
             problem = first_line(error)
         time_out = timedelta(seconds=options.time_out)
         store = open_store(place, os.environ, time_out)
         roll_call(store, place, arguments, problem, time_out)
-        start_and_train(options, job, place, store, time_out)
+        if pretended:
+            pretend(options, job, pretended)
+        else:
+            start_and_train(options, job, place, store, time_out)
     except Refusal as refusal:
         leave(refusal, place, store, os.environ)
     except KeyboardInterrupt:  # before the first step or after the last; in between Saving receives the signal

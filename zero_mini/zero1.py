@@ -51,9 +51,13 @@ class Zero1(DDP):
 
     def adopt(self, unit: Unit, values: torch.Tensor) -> None:
         """The optimizer updates a slice: in fp32 a view of the parameters themselves."""
-        unit.full = self.comm.empty(unit.P, self.dtype, self.device).copy_(values)
+        if self.mixed or self.comm.reachable is not None:
+            unit.full = self.comm.empty(unit.P, self.dtype, self.device).copy_(values)
+        else:
+            unit.full = values
         unit.master = unit.slice_of(values).clone() if self.mixed else unit.slice_of(unit.full)
-        unit.show(unit.views(unit.full))
+        unit.full_views = unit.views(unit.full)
+        unit.show(unit.full_views)
 
     def reduce(self, unit: Unit) -> None:
         """Write the mean of this rank's slice over it; the rest of the buffer stays allocated."""
@@ -73,7 +77,7 @@ class Zero1(DDP):
         if work is not None:
             work.wait()
             check_untouched(unit)
-            unit.show(unit.views(unit.full))
+            unit.show(unit.full_views)
 
     def check_step(self) -> None:
         """Wait for the gathers that no forward has waited for, before the next update."""

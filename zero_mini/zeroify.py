@@ -63,8 +63,8 @@ def zeroify(
                  the optimizer keeps the parameters' own dtype as master copy (mixed precision). With
                  torch.float16 the loss must be scaled too: zero.scale(loss).backward().
     units        modules whose parameters are gathered and reduced together: each entry is a module or a list of
-                 consecutive modules (`units.merge_blocks` joins small ones); None: the model's repeated blocks,
-                 that is the children of its ModuleLists and Sequentials. The rest is the root unit.
+                 consecutive modules; None: the model's repeated blocks, that is the children of its ModuleLists and
+                 Sequentials, and on a GPU small ones joined (`units.units_by_size`). The rest is the root unit.
     device       where to train; None: this rank's GPU if the group's backend is NCCL, else where
                  the model is. A model on the CPU is moved one unit at a time.
     initialise   gives values to parameters that were built on the meta device, called as
@@ -88,11 +88,15 @@ def zeroify(
     if comm is None:
         checks.check_process_group(group)
         comm = Comm(group)
-    plan = checks.Plan(model, optimizer, stage, dtype, units, elementwise, initialise is not None, offload, scaler)
-    checks.check_everywhere(plan, comm)
     if device is None:
-        on_cuda = comm.is_nccl or plan.device.type == "cuda"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        on_gpu = comm.is_nccl or any(param.is_cuda for param in model.parameters())
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
+    device = torch.device(device)
+    plan = checks.Plan(
+        *(model, optimizer, stage, dtype, units, elementwise, initialise is not None, offload, scaler),
+        on_gpu=device.type == "cuda",
+    )
+    checks.check_everywhere(plan, comm)
     dtype = dtype or plan.dtype
     if scaler is None and dtype == torch.float16:
         scaler = LossScaler()
@@ -100,7 +104,7 @@ def zeroify(
     all_units = make_units(model, plan.blocks, plan.group_of, comm.rank, comm.world_size)
     build = STAGES[stage] if isinstance(stage, int) else stage
     make = maker_of_update(offload)
-    zero = build(model, optimizer, all_units, comm, dtype, torch.device(device), scaler, make_update=make)
+    zero = build(model, optimizer, all_units, comm, dtype, device, scaler, make_update=make)
     with gather_by_copy_engines(comm, all_units if build.sharded else []):
         take_over(zero, initialise)
     load_optimizer_states(zero, states)  # states that the constructor made, as Adagrad's does
@@ -110,14 +114,14 @@ def zeroify(
 
 
 def take_over(zero: Script, initialise: Callable[[str, torch.Tensor], None] | None) -> None:
-    """Values become what the stage keeps of them. Unit by unit, so that the peak is the final states plus two units."""
+    """Values become what the stage keeps of them. Unit by unit, so that the peak is the final states plus one unit."""
     zero.prepare()
     for unit in zero.units:
-        unit.materialise(initialise, zero.device)
-        values = unit.flatten(zero.master_dtype, zero.device)
+        values = unit.take_values(initialise, zero.master_dtype, zero.device)
         zero.comm.broadcast(values, unit.name).wait()
         unit.nan_views = [values.new_full((), float("nan"), dtype=zero.dtype).expand(s) for s in unit.shapes]
         zero.adopt(unit, values)
+        del values  # stages 1 to 3 keep a part of them; the rest must not wait for the next unit
         zero.update.adopt(unit)
         watch.note_versions(unit)
         for param in unit.params:

@@ -20,10 +20,12 @@ from parity import Loop, exactly, parity
 from says import naming
 from test_memory_recorder import Tower
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_mini.activations.checkpointing import checkpoint, checkpoint_blocks
+from zero_mini.activations.kept_outputs import ATTENTION
 from zero_mini.activations.on_host import HostMemory
 from zero_mini.binding.units import merge_blocks
 from zero_mini.memory.formulas import PlainTraining
@@ -31,6 +33,8 @@ from zero_mini.memory.fragmentation import Arena
 from zero_mini.memory.recorder import Recorder
 from zero_mini.trainer.gpt import GPT, Block, GPTConfig
 from zero_mini.zeroify import zeroify
+
+pytestmark = pytest.mark.filterwarnings("ignore:checkpoint. outputs_of keeps nothing")
 
 CONFIG = GPTConfig(L=5, d=16, heads=2, vocab=19, T=8, dropout=0.3)
 
@@ -55,6 +59,7 @@ class LateCopies(HostMemory):
         parcel.arrived = (), ()
 
 
+PRODUCTS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
 THEIRS = {
     "torch": partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
     "torch, re-entrant": partial(torch.utils.checkpoint.checkpoint, use_reentrant=True),
@@ -63,8 +68,9 @@ OURS = {
     "ours": checkpoint,
     "ours, on the host": partial(checkpoint, host=HostMemory()),
     "ours, on a late host": partial(checkpoint, host=LateCopies()),
+    "ours, products kept": partial(checkpoint, outputs_of=PRODUCTS),
 }
-ON_GPU = {"ours": checkpoint, "ours, on the host": partial(checkpoint, host=HostMemory())}
+ON_GPU = {name: OURS[name] for name in ("ours", "ours, on the host", "ours, products kept")}
 
 
 def same(ones, others) -> bool:
@@ -409,6 +415,63 @@ def test_only_the_inputs_of_checkpointed_blocks_are_kept():
     assert kept_bytes(tower, x) == one  # the model's input, which no graph computed
 
 
+def test_attention_runs_once_if_its_outputs_are_kept_and_gradients_are_torchs():
+    class Calls(TorchDispatchMode):
+        attention = 0
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            self.attention += operator in ATTENTION
+            return operator(*args, **(kwargs or {}))
+
+    def run(way):
+        torch.manual_seed(0)
+        block, x = Block(replace(CONFIG, dropout=0.0)), torch.randn(3, 8, 16, requires_grad=True)
+        with Calls() as calls:
+            way(block, x).square().sum().backward()
+        return calls.attention, [x.grad, *(param.grad for param in block.parameters())], partial(way, block)
+
+    contexts = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, list(ATTENTION))
+    ours, theirs = partial(checkpoint, outputs_of=ATTENTION), partial(THEIRS["torch"], context_fn=contexts)
+    (once, grads, call), (twice, _, recomputing), (torchs, expected, _) = map(run, (ours, checkpoint, theirs))
+    assert (once, twice, torchs) == (1, 2, 1) and same(grads, expected)
+    x = torch.randn(3, 8, 16, requires_grad=True)
+    kept = [live_bytes_of(partial(function, x)) for function in (call, recomputing)]
+    assert kept[0] - kept[1] == 4 * (3 * 8 * 16 + 3 * 2 * 8)  # attention's output, and a sum a head and position
+
+
+def live_bytes_of(call) -> int:
+    """Bytes of the tensors that are alive because of a call's result, beside those that were there before."""
+
+    def storages():
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+        return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+
+    before = storages()
+    output = call()
+    after = storages()
+    assert output.requires_grad
+    return sum(nbytes for storage, nbytes in after.items() if storage not in before)
+
+
+def test_outputs_that_cannot_be_kept_are_refused_or_named():
+    x = torch.ones(4, 4, requires_grad=True)
+    for operator in (torch.ops.aten.native_dropout.default, torch.ops.aten.mm, "attention"):
+        with pytest.raises(ValueError, match=naming("outputs_of")):
+            checkpoint(torch.sin, x, outputs_of=[operator])
+        with pytest.raises(ValueError, match=naming("outputs_of")):
+            checkpoint_blocks(GPT(CONFIG), outputs_of=[operator])
+    with pytest.warns(UserWarning, match="outputs_of"):
+        checkpoint(torch.sin, x, outputs_of=PRODUCTS)
+    loss = checkpoint(lambda x: (x @ x).mul_(2).sin().sum(), x, outputs_of=PRODUCTS)
+    with pytest.raises(RuntimeError, match=naming("aten.mm.default", "clone()")):
+        loss.backward()
+    other = [torch.mm, torch.addmm]
+    loss = checkpoint(lambda x: other.pop(0)(*[x] * (2 + (len(other) == 0))).sin().sum(), x, outputs_of=PRODUCTS)
+    with pytest.raises(RuntimeError, match=naming("aten.mm.default", "aten.addmm.default")):
+        loss.backward()
+
+
 def test_one_block_at_a_time_is_computed_again_and_freed_as_backward_goes():
     width, depth, batch = 32, 6, 64
     one = 4 * batch * width
@@ -502,18 +565,21 @@ def test_the_second_run_of_a_block_without_dropout_leaves_out_its_last_matrix_pr
         assert products.count == counted
 
 
-def test_what_is_checkpointed_may_be_compiled():
+@pytest.mark.parametrize("outputs_of", [(), ATTENTION], ids=["nothing kept", "attention kept"])
+def test_what_is_checkpointed_may_be_compiled(outputs_of):
     torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
     results = []
     for compiling in (False, True):
         torch.manual_seed(0)
         model = GPT(replace(CONFIG, dropout=0.0))
         for block in model.blocks:
             if compiling:
-                block.forward = torch.compile(block.forward, backend="aot_eager")
-        checkpoint_blocks(model)
+                block.forward = torch.compile(block.forward, backend=counter)
+        checkpoint_blocks(model, outputs_of=outputs_of)
         model(torch.zeros(2, 8, dtype=torch.long)).square().sum().backward()
         results.append([param.grad for param in model.parameters()])
+    assert counter.frame_count == 1
     for grad, compiled in zip(*results):
         torch.testing.assert_close(grad, compiled)
 
@@ -709,14 +775,14 @@ def test_a_gpt_trains_as_without_it():
 def compared(stage: int) -> list[str]:
     """What differs from training without checkpointing, in words.
 
-    Every preparation in a plain loop, and two of them, others at each stage, in loops of other kinds. At stage 3, whose
-    ledger changes with the units, all of them with larger ones.
+    On two ranks every preparation in a plain loop, and two of them, others at each stage, in loops of other kinds and
+    on other numbers of ranks. At stage 3, whose ledger changes with the units, all of them with larger ones.
     """
     found = []
     runs = [(name, prepare, False) for name, prepare in PREPARATIONS.items()]
     runs += [("after zeroify()", checkpoint_blocks, True)]
     two = [runs[(2 * stage + index) % len(runs)] for index in range(2)]
-    loops = [({}, runs)]
+    loops = [({}, runs if dist.get_world_size() == 2 else two)]
     if dist.get_world_size() == 2:
         loops += [({"merge": 5000}, runs if stage == 3 else two)]
         loops += [({"micro_batches": 2}, two), ({"dtype": torch.bfloat16}, two)]

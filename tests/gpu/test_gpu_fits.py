@@ -2,7 +2,8 @@
 
 pytest -m gpu tests/gpu/test_gpu_fits.py --record zero_mini/measured      # one CUDA device of 120 GB or more
 
-The other seven ranks are absent (alone.py): what they would send is filled in, every allocation of rank 0 is real.
+The other seven ranks are absent (simulate/absent.py): what they would send is computed, every allocation of rank 0 is
+real.
 """
 
 import gc
@@ -11,13 +12,14 @@ from functools import partial
 
 import pytest
 import torch
-from alone import Alone
 from test_gpu_pictures import requested_bytes
 
 from zero_mini.activations.checkpointing import checkpoint_blocks
 from zero_mini.course.plots.moments import last_step
 from zero_mini.memory.recorder import Recorder
-from zero_mini.trainer.gpt import GPT, GPTConfig, init_weight
+from zero_mini.simulate.absent import Absent
+from zero_mini.simulate.values import Values
+from zero_mini.trainer.gpt import GPT, GPTConfig, init_rule
 from zero_mini.zeroify import zeroify
 
 WORLD_SIZE, CARD_BYTES = 8, 80e9
@@ -42,9 +44,11 @@ def story(stage: int) -> tuple[dict, int]:
             model = GPT(CONFIG, loss_chunks=8)
         checkpoint_blocks(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        comm = Alone(0, WORLD_SIZE, keep=False)
-        options = {"dtype": torch.bfloat16, "device": "cuda", "initialise": partial(init_weight, L=CONFIG.L)}
+        values = Values(partial(init_rule, L=CONFIG.L))
+        comm = Absent(0, WORLD_SIZE, values)
+        options = {"dtype": torch.bfloat16, "device": "cuda", "initialise": values.initialise}
         zero = zeroify(model, optimizer, stage, comm=comm, **options)
+        comm.follow(zero)
         recorder.follow(zero)
         tokens = torch.randint(CONFIG.vocab, (1, CONFIG.T + 1), device="cuda")
         for _ in range(2):

@@ -175,7 +175,7 @@ def test_code_on_a_page_is_python(path):
 
 def test_the_front_page_begins_with_code_and_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert lines.index("```python") < 15 and len(lines) <= 131
+    assert lines.index("```python") < 15 and len(lines) <= 137
 
 
 def test_the_front_page_quotes_by_hand_as_it_is():

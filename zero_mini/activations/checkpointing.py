@@ -42,39 +42,52 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from zero_mini.activations.kept_outputs import KeptOutputs, Operator, check_operators
 from zero_mini.activations.on_host import HostMemory
 from zero_mini.binding.units import find_blocks
 from zero_mini.memory.fragmentation import Arena
 
 
-def checkpoint(function: Callable, *args: Any, host: HostMemory | Arena | None = None, **kwargs: Any) -> Any:
+def checkpoint(
+    function: Callable,
+    *args: Any,
+    host: HostMemory | Arena | None = None,
+    outputs_of: Sequence[Operator] = (),
+    **kwargs: Any,
+) -> Any:
     """Call `function(*args, **kwargs)`; its activations are not kept but computed again in backward.
 
     Values and gradients are those of a plain call, to the bit. Tensors may be nested in tuples, lists and dicts, in
-    arguments and results alike. With `host`, inputs that the graph computed wait there (HostMemory, Arena). The
+    arguments and results alike. With `host`, inputs that the graph computed wait there (HostMemory, Arena). With
+    `outputs_of`, outputs of these operators are kept and not computed again (kept_outputs.ATTENTION, for example). The
     function must do the same when it is run again; without gradients (no_grad) it is simply called. If the function
-    itself has an argument named `host`, bind it by functools.partial.
+    itself has an argument of one of these names, bind it by functools.partial.
 
     RuntimeError if an input is changed in place before its use in backward, by the function or later, or if the
     second run saves other tensors than the first; torch's own error for a second backward without retain_graph.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    call = CheckpointedCall(function, Inputs(args, kwargs, host))
-    with saved_tensors_hooks(call.pack, call.unpack):
+    call = CheckpointedCall(function, Inputs(args, kwargs, host), KeptOutputs(check_operators(outputs_of)))
+    with call.kept.first(), saved_tensors_hooks(call.pack, call.unpack):
         outputs = function(*args, **kwargs)
     call.inputs.check_unchanged()
+    call.kept.warn_if_none()
     return outputs
 
 
 def checkpoint_blocks(
-    model: nn.Module | Sequence[nn.Module], every: int = 1, keep: str | HostMemory | Arena = "device"
+    model: nn.Module | Sequence[nn.Module],
+    every: int = 1,
+    keep: str | HostMemory | Arena = "device",
+    outputs_of: Sequence[Operator] = (),
 ) -> list[nn.Module]:
     """Checkpoint blocks 0, `every`, 2 `every`, ... of the model from now on; returns these blocks.
 
-    model   a model, whose repeated blocks are found (units.find_blocks), or the blocks in order.
-    keep    where their inputs wait for backward: "device", "host" (on_host.py), or an Arena
-            (memory/fragmentation.py).
+    model       a model, whose repeated blocks are found (units.find_blocks), or the blocks in order.
+    keep        where their inputs wait for backward: "device", "host" (on_host.py), or an Arena
+                (memory/fragmentation.py).
+    outputs_of  operators whose outputs are kept and not computed again: ATTENTION, or others (kept_outputs.py).
 
     It replaces `block.forward`, before or after zeroify() alike; `del block.forward` undoes it. ValueError if there is
     no such block, or one is checkpointed already.
@@ -88,9 +101,10 @@ def checkpoint_blocks(
     for block in chosen:
         if getattr(vars(block).get("forward"), "func", None) is checkpoint:
             raise ValueError(f"a {type(block).__name__} is checkpointed already; `del block.forward` undoes that")
+    operators = check_operators(outputs_of)
     host = {"device": None, "host": HostMemory()}[keep] if isinstance(keep, str) else keep
     for block in chosen:
-        block.forward = partial(checkpoint, block.forward, host=host)
+        block.forward = partial(checkpoint, block.forward, host=host, outputs_of=operators)
     return chosen
 
 
@@ -137,8 +151,9 @@ class LastOneSaved(BaseException):
 class CheckpointedCall:
     """One call of a checkpointed function, alive for as long as the graph holds a tensor that it saved."""
 
-    def __init__(self, function: Callable, inputs: "Inputs") -> None:
+    def __init__(self, function: Callable, inputs: "Inputs", kept: KeptOutputs) -> None:
         self.function, self.inputs, self.conditions = function, inputs, Conditions(inputs.devices)
+        self.kept = kept
         self.saved: list[weakref.ref[Saved]] = []  # in order; the graph frees each one after its use
 
     def pack(self, tensor: Tensor) -> tuple["CheckpointedCall", Saved]:
@@ -168,7 +183,7 @@ class CheckpointedCall:
         self.inputs.check_unchanged()
         args, kwargs = self.inputs.again()
         try:
-            with self.conditions.again(), torch.enable_grad(), saved_tensors_hooks(fill, lambda tensor: tensor):
+            with self.conditions.again(), self.kept.again(), torch.enable_grad(), saved_tensors_hooks(fill, unchanged):
                 self.function(*args, **kwargs)
         except LastOneSaved:
             return
@@ -176,6 +191,11 @@ class CheckpointedCall:
             f"checkpoint: the function saved {total} tensors for backward in forward and {next(numbers) - 1} in the "
             "second run; it must do the same in both, and depend on nothing that changes in between"
         )
+
+
+def unchanged(tensor: Tensor) -> Tensor:
+    """What the second run saved is used as it is."""
+    return tensor
 
 
 class Inputs:

@@ -1,6 +1,7 @@
 """Binds the script of a step to an ordinary model and optimizer.
 
-checks.py  units.py              what zeroify() refuses; which parameters form a unit
+checks.py                        what zeroify() refuses
+units.py  split.py               which parameters form a unit; units finer than blocks
 hooks.py                         the model's forward and backward run the moments of the script
 parameter.py  out_of_turn.py     what a parameter becomes; what a read outside its unit's turn does
 pieces.py                        what the optimizer sees in place of the parameters

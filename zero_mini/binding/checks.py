@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_mini.binding.parameter import HeldParameter
-from zero_mini.binding.units import find_blocks
+from zero_mini.binding.units import find_blocks, units_by_size
 from zero_mini.comm import Comm
 from zero_mini.update.loss_scale import LossScaler
 
@@ -69,6 +69,7 @@ class Plan:
         can_initialise: bool,
         offload: str | os.PathLike | None = None,
         scaler: LossScaler | None = None,
+        on_gpu: bool = False,
     ):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer (got a {type(optimizer).__name__})")
@@ -86,10 +87,11 @@ class Plan:
             or self.refuse_optimizer(elementwise)
         )
         if self.reason is None:
-            blocks = [[block] for _, block in find_blocks(model)] if units is None else map(as_list, units)
+            if units is None:
+                units = units_by_size(model) if on_gpu else [block for _, block in find_blocks(model)]
+            blocks = map(as_list, units)
             self.blocks = [(" to ".join(self.names[id(m)] for m in dict.fromkeys((b[0], b[-1]))), b) for b in blocks]
-            first = next(iter(self.params.values()))
-            self.dtype, self.device = first.dtype, first.device
+            self.dtype = next(iter(self.params.values())).dtype
 
     def refuse_stage(self, stage: int | type) -> str | None:
         if isinstance(stage, type) and hasattr(stage, "sharded") or stage in (0, 1, 2, 3):

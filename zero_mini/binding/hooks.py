@@ -20,7 +20,7 @@ gradients arrive, and the end of the backward raises.
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -98,32 +98,35 @@ def leave_forward(zero, unit: Unit, module, args, kwargs, output) -> None:
     if zero.showing_whole:
         return
     # A recompute builds a second graph for a call whose backward is already pending; it needs no hooks.
-    if not (backward_is_running() and (unit.pending_backwards or unit in zero.backward.entered)):
-        hook_outputs(zero, unit, output, (args, kwargs))
+    if not (backward_is_running() and (unit.pending[module] or unit in zero.backward.entered)):
+        hook_outputs(zero, unit, module, output, (args, kwargs))
     if module is unit.modules[-1]:
         zero.after_forward(unit)
 
 
-def hook_outputs(zero, unit: Unit, output: object, inputs: object = ()) -> None:
-    """The unit's backward begins at the first gradient of an output. A returned input does not count as an output."""
+def hook_outputs(zero, unit: Unit, module: nn.Module | None, output: object, inputs: object = ()) -> None:
+    """The unit's backward begins at the first gradient of an output. A returned input does not count as an output.
+
+    module    of the unit, which returned them; None: an operation outside of the modules' turns.
+    """
     input_ids = {id(tensor) for tensor in tensors_in(inputs)}
-    outputs = list(tensors_in(output))
+    outputs = tensors_in(output)
     outputs += [t._base for t in outputs if t._is_view()]  # an in-place change of a view disables its hook
     tensors = [t for t in outputs if t.grad_fn is not None and id(t) not in input_ids]
     if tensors:
-        unit.pending_backwards += 1
+        unit.pending[module] += 1
         last_backward: list[int] = []  # id of the last backward that reached any of these outputs
         for tensor in tensors:
-            tensor.register_hook(partial(enter_backward, zero, unit, last_backward))
+            tensor.register_hook(partial(enter_backward, zero, unit, module, last_backward))
 
 
-def enter_backward(zero, unit: Unit, last_backward: list[int], grad) -> None:
+def enter_backward(zero, unit: Unit, module: nn.Module | None, last_backward: list[int], grad) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError("backward(create_graph=True) is not supported: gradients are reduced away")
     this_backward = torch._C._current_graph_task_id()
     if last_backward != [this_backward]:
         if not last_backward:  # the first backward through this call; with retain_graph there may be more
-            unit.pending_backwards = max(0, unit.pending_backwards - 1)
+            unit.pending[module] = max(0, unit.pending[module] - 1)
         last_backward[:] = [this_backward]
         begin_backward(zero)
         zero.send_ready()
@@ -216,18 +219,20 @@ def refuse_transforms() -> None:
         )
 
 
-def tensors_in(tree) -> Iterator[torch.Tensor]:
+def tensors_in(tree: object) -> list[torch.Tensor]:
     """The tensors in nested tuples, lists, dicts and dataclasses.
 
     >>> [t.item() for t in tensors_in({"a": (torch.tensor(1), [torch.tensor(2)]), "b": None})]
     [1, 2]
     """
     if isinstance(tree, torch.Tensor):
-        yield tree
+        return [tree]
+    if isinstance(tree, (tuple, list)):
+        parts = tree
     elif isinstance(tree, Mapping):
-        yield from (tensor for value in tree.values() for tensor in tensors_in(value))
-    elif isinstance(tree, (tuple, list)):
-        yield from (tensor for value in tree for tensor in tensors_in(value))
+        parts = tree.values()
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for part in dataclasses.fields(tree):
-            yield from tensors_in(getattr(tree, part.name))
+        parts = [getattr(tree, part.name) for part in dataclasses.fields(tree)]
+    else:
+        return []
+    return [tensor for part in parts for tensor in tensors_in(part)]

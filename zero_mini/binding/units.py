@@ -4,17 +4,20 @@ A unit should be large enough to use the wire's bandwidth, and two units should 
 the model: in a transformer a unit is one block. Parameters of no block (embeddings, last norm, head),
 or of two blocks, belong to the root; its turn lasts as long as the whole model's.
 
-A block of less than about 2^25 parameters keeps a GPU busy for less time than the host needs to launch the
-work of a unit: `merge_blocks` makes one unit of several blocks.
+On a GPU a small block is not enough: its products take less time than the host needs to launch the work of a
+unit, so the GPU waits. There `units_by_size` joins consecutive blocks; on a CPU each block is a unit.
 
-Left out: splitting a block that is very large.
+A very large block is cut into units by split.py.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import nn
 
 from zero_mini.flat import Unit
+
+ENOUGH = 30_000_000  # parameters of a unit on a GPU: one block of a GPT-2 of 1.5B, three of 350M
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -65,14 +68,56 @@ def merge_blocks(model: nn.Module, least_numel: int) -> list[list[nn.Module]]:
     return groups
 
 
+def units_by_size(model: nn.Module) -> list[list[nn.Module]]:
+    """The units on a GPU: consecutive blocks of a list, joined until they hold ENOUGH parameters.
+
+    A unit has at most an eighth of the blocks, so that two units stay small compared to the model. Blocks of two
+    ModuleLists of one module that are equally long stay apart: forward may run them in turns, as `zip` does, and a unit
+    of one list would be gathered again for each of its blocks.
+
+    >>> model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(16)])
+    >>> [len(modules) for modules in units_by_size(model)]
+    [2, 2, 2, 2, 2, 2, 2, 2]
+    """
+    blocks = [(name_of_list(model, name), block) for name, block in find_blocks(model)]
+    lengths = Counter(name for name, _ in blocks)
+    in_turns = Counter((name.rpartition(".")[0], length) for name, length in lengths.items())
+    units: list[list[nn.Module]] = []
+    last_list, numel = None, 0
+    for name, block in blocks:
+        is_alone = in_turns[name.rpartition(".")[0], lengths[name]] == 1
+        if name != last_list or numel >= ENOUGH or not is_alone or len(units[-1]) >= len(blocks) // 8:
+            units.append([])
+            last_list, numel = name, 0
+        units[-1].append(block)
+        numel += sum(param.numel() for param in block.parameters())
+    return units
+
+
+def name_of_list(model: nn.Module, block: str) -> str:
+    """The outermost ModuleList or Sequential around the block of this name.
+
+    >>> model = nn.Module()
+    >>> model.layers = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])])
+    >>> name_of_list(model, "layers.0.1")
+    'layers'
+    """
+    parts = block.split(".")
+    names = [".".join(parts[:depth]) for depth in range(len(parts))]
+    return next(name for name in names if isinstance(model.get_submodule(name), (nn.ModuleList, nn.Sequential)))
+
+
 def make_units(model: nn.Module, blocks: list[tuple[str, Sequence[nn.Module]]], group_of: dict, rank, world_size):
     """The root's unit first, then one for each entry of `blocks`, in order; separate units for frozen parameters.
 
     `group_of` maps id(parameter) to its param group; a frozen parameter need not be in it. A
-    parameter that two blocks share, or a block and the root, belongs to the root, once.
+    parameter or a module that two blocks share, or a block and the root, belongs to the root, once.
     """
     owner: dict[int, nn.Module] = {}
-    block_of = {id(module): block[0] for _, block in blocks for part in block for module in part.modules()}
+    block_of: dict[int, nn.Module] = {}
+    for _, block in blocks:
+        for module in (module for part in block for module in part.modules()):
+            block_of[id(module)] = block[0] if block_of.get(id(module), block[0]) is block[0] else model
     for module in model.modules():
         for param in module.parameters(recurse=False):
             home = block_of.get(id(module), model)

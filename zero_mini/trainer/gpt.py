@@ -173,16 +173,26 @@ def init_weights(module: nn.Module, L: int) -> None:
 
 
 def init_weight(name: str, tensor: Tensor, L: int) -> None:
-    """Give GPT-2's initial values to the one parameter of that name, in place.
+    """Give GPT-2's initial values to the one parameter of that name, in place."""
+    mean, std = init_rule(name, tensor.shape, L)
+    if std:
+        nn.init.normal_(tensor, mean, std)
+    else:
+        nn.init.constant_(tensor, mean)
+
+
+def init_rule(name: str, shape: torch.Size, L: int) -> tuple[float, float]:
+    """The mean and the standard deviation of a parameter's initial values.
 
     Matrices are N(0, 0.02); those that write into the residual stream are scaled by 1 / sqrt(2 L), because
     2 L of them add up there. LayerNorm starts as the identity, biases at zero.
+
+    >>> init_rule("ln_f.weight", torch.Size([8]), L=2), init_rule("wte.weight", torch.Size([16, 8]), L=2)
+    ((1.0, 0.0), (0.0, 0.02))
     """
-    if tensor.ndim >= 2:
-        into_residual = name.endswith("_out.weight")
-        nn.init.normal_(tensor, std=0.02 / math.sqrt(2 * L) if into_residual else 0.02)
-    else:
-        nn.init.constant_(tensor, 1.0 if name.endswith("weight") else 0.0)
+    if len(shape) < 2:
+        return (1.0 if name.endswith("weight") else 0.0), 0.0
+    return 0.0, 0.02 / math.sqrt(2 * L) if name.endswith("_out.weight") else 0.02
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict]:

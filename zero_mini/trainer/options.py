@@ -6,6 +6,7 @@ import math
 import typing
 from dataclasses import dataclass
 
+from zero_mini.simulate.absent import check_place
 from zero_mini.trainer.gpt import PRESETS
 
 
@@ -72,6 +73,12 @@ class Options:
     )
     tensorboard: bool = option(False, "write the metrics for TensorBoard too, into --out")
     export_gpt2: bool = option(False, "write the model for Hugging Face's GPT-2 too, into --out")
+    pretend_world: int | None = option(
+        None,
+        "one process is a rank of so many, and the others are absent: two steps at most, then what they took",
+        least=1,
+    )
+    pretend_rank: int = option(0, "which rank of --pretend-world this is", least=0)
     time_out: float = option(600.0, "seconds that a rank waits for the others", above=0)
 
     def __post_init__(self):
@@ -91,6 +98,13 @@ class Options:
         for f, most in (("seed", 2**63 - 1), ("time_out", 1e9)):
             if getattr(self, f) > most:
                 raise ValueError(f"--{f.replace('_', '-')} must be at most {most:g} (got {getattr(self, f)})")
+        if self.pretend_world is not None:
+            check_place(self.pretend_rank, self.pretend_world)
+            for f in ("offload", "out", "init_from", "resume"):
+                if getattr(self, f):
+                    raise ValueError(f"--{f.replace('_', '-')} does not go with --pretend-world; leave it out")
+        elif self.pretend_rank:
+            raise ValueError("--pretend-rank is of --pretend-world; add --pretend-world N")
         if self.offload and self.stage == 0:
             raise ValueError("--offload needs sharded states (--stage is 0); add --stage 1, 2 or 3")
         for f in ("save_every", "tensorboard", "export_gpt2"):

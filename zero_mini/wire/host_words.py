@@ -33,6 +33,8 @@ class HostWords:
 
     def gather(self, value: object) -> list:
         """Every rank's `value` (anything that pickles, without GPU tensors), in rank order."""
+        if self.group is None:
+            return [value] * self.world_size
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = [length for (length,) in self.exchange([mine.numel()])]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)

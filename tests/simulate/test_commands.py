@@ -1,0 +1,137 @@
+"""The two commands: what they print, what they write, and one line for what cannot be."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from zero_mini import train_gpt
+from zero_mini.simulate import paper, setup
+from zero_mini.simulate.__main__ import main
+from zero_mini.simulate.measure import Training, measure
+from zero_mini.trainer.gpt import GPTConfig
+
+TINY = "--L 1 --width 32 --heads 2 --global-batch 4 --sequence-length 16 --log-every 1 --sample-length 0".split()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Products of this size are slower on two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def losses(text: str) -> list[str]:
+    return re.findall(r"loss of step \d\s+(\S+)", text)
+
+
+@pytest.mark.check
+def test_the_trainer_as_rank_r_of_n_has_the_first_loss_of_a_real_run(alone, capsys, tmp_path):
+    train_gpt.main([*TINY, "--steps", "2", "--out", str(tmp_path)])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first, second = (line["loss"] for line in lines if "loss" in line)
+    capsys.readouterr()
+    for stage in ("0", "3"):
+        train_gpt.main([*TINY, "--stage", stage, "--pretend-world", "64", "--pretend-rank", "63"])
+        pretended = losses(capsys.readouterr().out)
+        assert pretended[0] == f"{first:.6f}"
+        assert (pretended[1] == f"{second:.6f}") is (stage == "0")  # nothing of another rank is needed at stage 0
+
+
+@pytest.mark.parametrize(
+    "argv, thing",
+    [
+        ("--pretend-world 0", "--pretend-world"),
+        ("--pretend-world 4 --pretend-rank 4", "0 to 3"),
+        ("--pretend-rank 1", "--pretend-world N"),
+        ("--pretend-world 4 --out x", "--out"),
+        ("--pretend-world 4 --device cuda", "GPU"),
+        ("--pretend-world 4 --model 1.5B --L 100000 --stage 0", "GB"),
+    ],
+)
+def test_the_trainer_refuses_in_one_line_what_cannot_be_pretended(alone, capsys, monkeypatch, argv, thing):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(SystemExit) as stop:
+        train_gpt.main(argv.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and thing in line
+
+
+@pytest.mark.parametrize(
+    "argv, thing",
+    [
+        ("--world 0", "0"),
+        ("--world 4 --rank 4", "0 to 3"),
+        ("--world 100000000", "at most"),
+        ("--model 3B", "nano"),
+        ("--model 1T --L 100000000", "host memory to describe"),
+        ("--model 1T --d 100000000000", "larger than torch can describe"),
+        ("--model 7.5B --stage 0 --world 64", "GB"),
+        ("--device cuda", "no GPU"),
+        ("--steps 3", "--steps"),
+        ("--stage 4", "stage"),
+        ("--d 101", "multiple of heads"),
+    ],
+)
+def test_the_module_refuses_in_one_line(capsys, monkeypatch, argv, thing):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(setup, "host_bytes", lambda: 20e9)
+    assert main(argv.split()) == 2
+    out, err = capsys.readouterr()
+    assert thing in err and err.count("\n") == 1 and not out
+
+
+def test_the_module_says_what_is_real_and_writes_what_it_measured(capsys, tmp_path):
+    path = tmp_path / "one.json"
+    argv = "--L 2 --d 128 --heads 2 --sequence-length 8 --stage 2 --world 16 --rank 3 --device cpu --json"
+    assert main([*argv.split(), str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "Real:" in out and "Not real:" in out and len(losses(out)) == 2
+    record = json.loads(path.read_text())
+    (run,) = record["simulated"]
+    assert run["outcome"] == "ran" and run["rank"] == 3 and run["psi"] == run["numel"]
+    assert run["states_bytes"] == pytest.approx(run["paper_bytes"], rel=0.03)  # of a small model much is padding
+    assert run["moments"].keys() == {"build", "step 1", "step 2"}
+    assert all(moment["peak_bytes"] > run["states_bytes"] / 2 for moment in run["moments"].values())
+
+
+def test_the_trap_prints_another_loss(capsys):
+    argv = "--L 2 --d 64 --heads 2 --sequence-length 8 --world 16 --device cpu --steps 1".split()
+    main(argv)
+    true = losses(capsys.readouterr().out)
+    main([*argv, "--own-slice"])
+    out = capsys.readouterr().out
+    assert losses(out) != true and "(true)" not in out
+
+
+def test_an_out_of_memory_is_a_result():
+    def build():
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB. GPU 0 has a total capacity of 1 GiB.")
+
+    result = measure(Training(build, None, None), torch.device("cpu"))
+    assert result["outcome"].startswith("out of memory in build: Tried to allocate 2 GiB")
+
+
+# --- the paper ----------------------------------------------------------------------------------
+
+
+def test_bisection_finds_the_largest_number_that_fits():
+    assert paper.largest(lambda n: n <= 37, 1, 100) == 37
+    assert paper.largest(lambda n: True, 1, 8) == 8
+    assert paper.largest(lambda n: False, 1, 8) == 0
+
+
+def test_the_shapes_are_the_papers_sizes():
+    for name, psi in (("7.5B", 7.5e9), ("128B", 128e9), ("1T", 1e12)):
+        assert setup.Setup(setup.SHAPES[name], world_size=1024).psi == pytest.approx(psi, rel=0.01)
+
+
+def test_figure_1_of_a_small_model_has_the_papers_proportions():
+    shape = GPTConfig(L=4, d=128, heads=2, vocab=64, T=8)
+    runs = paper.figure_1(setup.Setup(shape, world_size=8, device="cpu"))
+    assert [run["stage"] for run in runs] == [0, 1, 2, 3]
+    for run in runs:
+        assert run["states_bytes"] == pytest.approx(run["built_bytes"], rel=0.02)

@@ -1,0 +1,144 @@
+"""Rank r of N with absent peers: the first step is that of a real rank, to the bit where gloo's order is known."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+from zero_mini.simulate.absent import Absent, OwnSlice
+from zero_mini.simulate.values import Values, fill_by_torch
+from zero_mini.trainer.gpt import GPT, GPTConfig, init_rule
+from zero_mini.zeroify import zeroify
+
+STAGES = (0, 1, 2, 3)
+SHAPE = GPTConfig(L=2, d=24, heads=2, vocab=97, T=16)  # P has padding at every N
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As on the ranks: with several threads a product adds up in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def values(L: int = SHAPE.L) -> Values:
+    return Values(functools.partial(init_rule, L=L))
+
+
+def batch(shape: GPTConfig = SHAPE) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(shape.vocab, (2, shape.T + 1), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def first_step(stage, comm=None, dtype=torch.float32, clip=None, shape=SHAPE, **options) -> dict:
+    """The loss, the norm, and after the step this rank's part of every master; the next loss."""
+    with torch.device("meta"):
+        model = GPT(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    ours = values(shape.L)
+    zero = zeroify(model, optimizer, stage, dtype=dtype, comm=comm, initialise=ours.initialise, device="cpu", **options)
+    if isinstance(comm, Absent):
+        comm.follow(zero)
+    loss = model(*batch(shape))
+    loss.backward()
+    norm = None if clip is None else zero.clip_grad_norm_(clip).item()
+    optimizer.step()
+    optimizer.zero_grad()
+    masters = {unit.name: unit.master.detach().clone() for unit in zero.units}
+    return {"loss": loss.item(), "norm": norm, "masters": masters, "calls": zero.ledger}
+
+
+def all_stages(dtype, clip) -> list[dict]:
+    return [first_step(stage, dtype=dtype, clip=clip) for stage in STAGES]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("clip", [None, 0.01], ids=["", "clipped"])
+@pytest.mark.parametrize("N", [2, 4, pytest.param(8, marks=pytest.mark.timeout(120))])
+def test_the_first_step_is_that_of_real_ranks_to_the_bit(ranks, N, dtype, clip):
+    everyone = ranks(N).run(all_stages, dtype, clip)
+    for rank in {0, N - 1}:
+        for stage in STAGES:
+            mine, real = first_step(stage, Absent(rank, N, values()), dtype, clip), everyone[rank][stage]
+            assert mine["loss"] == real["loss"]
+            assert mine["norm"] == real["norm"]
+            assert mine["calls"] == real["calls"]
+            for name, master in real["masters"].items():
+                assert torch.equal(mine["masters"][name], master), (stage, rank, name)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("N", [3, 64, 1000])
+def test_the_first_loss_is_that_of_one_process_at_every_number_of_ranks(stage, N):
+    assert first_step(stage, Absent(N // 2, N, values()))["loss"] == first_step(0, Absent(0, 1, values()))["loss"]
+
+
+def gradients(stage: int, rank: int, N: int) -> dict[str, torch.Tensor]:
+    """A unit's name -> this rank's part of the mean gradient, and where it begins in the unit."""
+    model = GPT(SHAPE)
+    zero = zeroify(model, torch.optim.SGD(model.parameters(), 0.1), stage, comm=Absent(rank, N))
+    with zero.full_params():  # for a Comm that keeps the values at the start
+        for name, param in model.named_parameters():
+            values().initialise(name, param)
+    model(*batch()).backward()
+    zero.wait()
+    return {unit.name: (unit.start_of(unit.mean_grad), unit.mean_grad) for unit in zero.units}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_rank_r_of_64_are_those_of_one_process_up_to_the_rounding_of_64_terms(stage):
+    alone = gradients(0, 0, 1)
+    for rank in (0, 37, 63):
+        for name, (start, mine) in gradients(stage, rank, 64).items():
+            whole = alone[name][1]
+            numel = max(0, min(len(mine), len(whole) - start))
+            expected = whole[start : start + numel]
+            assert ((mine[:numel] - expected).abs() <= 2 * 63 * 2**-24 * expected.abs()).all()
+            assert not mine[numel:].any()  # more padding
+
+
+# --- the trap ---------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_fed_its_own_slice_prints_a_loss_that_looks_right():
+    true = first_step(3, Absent(0, 16, values()))["loss"]
+    false = first_step(3, OwnSlice(0, 16, values()))["loss"]
+    assert true != false
+    for loss in (true, false):
+        assert loss == pytest.approx(math.log(SHAPE.vocab), abs=0.1)
+
+
+# --- values -----------------------------------------------------------------------------------
+
+
+def test_values_do_not_depend_on_units_parts_or_order_of_memory():
+    whole = torch.empty(7, 11)
+    values().initialise("fc.weight", whole)
+    for start, numel in ((0, 1), (5, 40), (76, 1)):
+        part = values().part("fc.weight", whole.shape, start, torch.empty(numel, dtype=torch.bfloat16))
+        assert torch.equal(part, whole.flatten()[start : start + numel].bfloat16())
+    far = torch.empty(3)
+    fill_by_torch(far, 1, 2**40, 0.0, 1.0)
+    assert far.unique().numel() == 3
+
+
+def test_values_are_normal_and_those_of_two_parameters_are_independent():
+    ours, numel = Values(lambda name, shape: (0.5, 2.0)), 1 << 20
+    a, b = (ours.part(name, torch.Size([numel]), 0, torch.empty(numel)) for name in ("a", "b"))
+    for sample in (a, b):
+        z = (sample - 0.5) / 2
+        assert abs(z.mean()) < 0.005 and z.std() == pytest.approx(1, abs=0.005)
+        assert z.abs().max() < 3.47 and (z.abs() > 2).float().mean() == pytest.approx(0.0455, abs=0.004)
+        assert abs((z[1:] * z[:-1]).mean()) < 0.005
+    assert abs(((a - 0.5) * (b - 0.5)).mean()) < 0.02
+    assert not torch.equal(a, Values(ours.rule, seed=1).part("a", a.shape, 0, torch.empty(numel)))
+
+
+@pytest.mark.parametrize("rank, N", [(0, 0), (2, 2), (-1, 2), (0, -1)])
+def test_a_place_that_does_not_exist_is_refused(rank, N):
+    with pytest.raises(ValueError, match=str(rank if N > 0 else N)):
+        Absent(rank, N)
