@@ -12,16 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import log2
 from typing import TYPE_CHECKING
 
 import runs
 
+from zero_mini.comm import Call
+from zero_mini.course import scaling
 from zero_mini.course.lesson import recorded
 from zero_mini.course.plots import (
     calculator,
     curves,
     exponents,
     gantt,
+    lines,
     loss_scales,
     moments,
     ownership,
@@ -33,6 +37,8 @@ from zero_mini.course.plots import speed as speeds
 from zero_mini.course.plots.palette import GRADIENTS
 from zero_mini.course.plots.wire_time import draw_wire_time
 from zero_mini.course.plots.wire_time import from_measured as wire_times
+from zero_mini.wire.fit import fit
+from zero_mini.wire.throttled import SlowLink
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -148,6 +154,51 @@ def losses_of_a_bug(optimizer: str) -> Figure:
     return figure
 
 
+def fitted() -> Figure:
+    """Times of collectives, and the line of each: bytes that a rank sends, microseconds."""
+    halves = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
+    us = recorded("collectives")["collectives"]["us"]
+    dots = {kind: {halves[kind] * int(nbytes) / 2: t for nbytes, t in of.items()} for kind, of in us.items()}
+    found = {kind: fit(of) for kind, of in dots.items()}
+    sizes = [2.0**k for k in range(9, 31)]
+    curves = {kind: {x: line.seconds(x) for x in sizes} for kind, line in found.items()}
+    return bare(lines.draw_lines(curves, dots, "", "", "bytes that a rank sends", "microseconds", log="xy"), 1.3)
+
+
+def buckets() -> Figure:
+    """When equal gradients have arrived that become ready in 100 ms and take 100 ms on the wire; a call takes 5."""
+
+    def arrived_ms(count: int) -> float:
+        end = 0.0
+        for number in range(1, count + 1):
+            end = max(end, 100 * number / count) + 5 + 100 / count
+        return end
+
+    curve = {count: arrived_ms(count) for count in (1, 2, 4, 8, 16, 32, 64)}
+    return bare(lines.draw_lines({"arrived": curve}, {"arrived": curve}, "", "", "buckets", "ms", log="x"), 1.3)
+
+
+def of_1024_ranks() -> Figure:
+    """An all-reduce in a ring, and by halving and doubling, which has fewer steps and sends the same bytes."""
+    link, N = SlowLink(latency_s=5e-6, bytes_per_s=25e9), 1024
+    ring_ms = {4.0 * n: 1e3 * link.seconds(Call("all_reduce", "", n, 4), N) for n in (10**k for k in range(3, 10))}
+    fewer_ms = 2e3 * (N - 1 - log2(N)) * link.latency_s
+    ways = {"ring": ring_ms, "halving and\ndoubling": {x: ms - fewer_ms for x, ms in ring_ms.items()}}
+    return bare(lines.draw_lines(ways, {}, "", "", "bytes of the buffer", "ms", log="xy"), 1.3)
+
+
+def more_than_linear() -> Figure:
+    counts = 64, 96, 128, 192, 256, 320, 400, 512, 640, 800, 1024, 1600, 2048, 3200, 4096
+    ways = {
+        "memory decides": {gpus: scaling.tflops(gpus, scaling.batch(gpus)) for gpus in counts},
+        "at most 1,600\nsequences": {
+            gpus: scaling.tflops(gpus, 1600 // (gpus // 16)) for gpus in counts if gpus >= 400
+        },
+    }
+    paper = {"paper": {400: scaling.TFLOPS_400}}
+    return bare(lines.draw_lines(ways, paper, "", "", "GPUs", "TFLOP/s of each GPU", log="x", low=24.0), 1.3)
+
+
 RUN = "slides/runs.py: a small GPT on 2 CPU ranks"
 CALCULATED = "zero_mini/memory/formulas.py: the paper's formulas"
 FIGURES: dict[str, Picture] = {
@@ -155,6 +206,10 @@ FIGURES: dict[str, Picture] = {
     "all-gather": Picture(partial(ring, "all_gather"), "zero_mini/course/plots/steps.py"),
     "sent": Picture(what_a_rank_sends, "zero_mini/course/plots/steps.py: chunks counted"),
     "wire-time": Picture(time_of_a_collective, "collectives"),
+    "wire-fit": Picture(fitted, "collectives"),
+    "buckets": Picture(buckets, "slides/figures.py: by formula"),
+    "ranks-1024": Picture(of_1024_ranks, "zero_mini/wire/throttled.py: by formula"),
+    "more-than-linear": Picture(more_than_linear, "zero_mini/course/scaling.py: a model"),
     "states-0": Picture(partial(states_of, 0), "memory"),
     "states-0-1": Picture(partial(states_of, 0, 1), "memory"),
     "states-0-1-2": Picture(partial(states_of, 0, 1, 2), "memory"),

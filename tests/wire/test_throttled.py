@@ -219,10 +219,16 @@ def test_small_sizes_count_as_much_as_large_ones():
     assert line.misses({1e9: 2.0})[1e9] == pytest.approx(0.5, rel=0.01)
 
 
-@pytest.mark.parametrize("points", [{}, {8: 1.0}, {8: 1.0, 16: 0.0}, {8: 2.0, 16: 1.0}])
+@pytest.mark.parametrize("points", [{}, {8: 1.0}, {8: 1.0, 16: 0.0}])
 def test_points_without_a_line_are_refused(points):
     with pytest.raises(ValueError):
         fit(points)
+
+
+def test_neither_number_is_negative_whatever_a_busy_machine_measured():
+    assert fit({8: 2.0, 16: 2.0, 32: 1.0}).bytes_per_s == math.inf
+    through_zero = fit({10: 1.0, 20: 3.0})
+    assert through_zero.alpha_s == 0.0 and 20 / 3 < through_zero.bytes_per_s < 10
 
 
 def test_the_command_prints_a_line_for_each_collective(ranks):
