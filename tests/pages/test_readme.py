@@ -16,6 +16,8 @@ import tables
 import test_faults
 from models import RARE, ZOO
 
+from zero_mini.simulate.paper import TABLE_1
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(path.read_text() for path in PAGES)
@@ -154,6 +156,21 @@ def test_the_papers_numbers_are_those_of_the_recorded_simulations():
     assert not missing(f"{title['psi'] / 1e9:,.0f}B", *states, *(f"{peak / 1e9:.1f}" for peak in peaks[::2]))
     assert title["states_bytes"] == pytest.approx(title["built_bytes"], rel=0.01) and max(peaks) < 80e9
     assert sum(moment["seconds"] for moment in title["moments"].values()) < 600
+
+
+def test_the_papers_tables_are_those_of_the_recorded_simulations():
+    for run in recorded("table1")["simulated"]:
+        printed = TABLE_1[run["model"]][run["world_size"]][run["stage"] - 1]
+        ours = run["states_bytes"] / 1e9 if run["stage"] < 3 else run["states_bytes"] / 1e9 * 16 / 14
+        assert run["outcome"] == "ran" and ours == pytest.approx(printed, rel=0.03)
+        cell = f"{printed:g}: {run['states_bytes'] / 1e9:.2f}"
+        assert any(row[:2] == (run["model"], str(run["world_size"])) and cell in row for row in ROWS), cell
+    for run in recorded("table2")["simulated"]:
+        L, d = run["config"]["L"], run["config"]["d"]
+        peak = run["moments"]["step 2"]["peak_bytes"] / 1e9
+        sizes = [f"{run[name] / 1e9:.1f}B" for name in ("theory_numel", "psi")]
+        assert not missing(run["stage"], *sizes, f"{L}, {d}", f"{peak:.1f}")
+        assert run["outcome"] == "ran" and peak < 32 and "out of memory" in run["tried"][str(L + 1)]
 
 
 def test_the_losses_of_the_trap_are_those_of_the_recorded_runs():
