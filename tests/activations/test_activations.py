@@ -496,10 +496,10 @@ def test_one_block_at_a_time_is_computed_again_and_freed_as_backward_goes():
     assert left == 2 * recorder.peak()["parameters"] + 2 * one + 4
 
 
-@pytest.mark.parametrize("keep", ["device", "host"])
-def test_nothing_outlives_its_backward_and_no_garbage_collection_is_needed(keep):
+@pytest.mark.parametrize("keep, outputs_of", [("device", ()), ("host", ()), ("device", PRODUCTS)])
+def test_nothing_outlives_its_backward_and_no_garbage_collection_is_needed(keep, outputs_of):
     model, x = nn.Sequential(*(small() for _ in range(3))), torch.randn(5, 6, requires_grad=True)
-    checkpoint_blocks(model, keep=keep)
+    checkpoint_blocks(model, keep=keep, outputs_of=outputs_of)
     born = []
     for block in model:
         block[1].register_forward_hook(lambda module, args, output: born.append(weakref.ref(output)))
