@@ -10,7 +10,10 @@ Source: PyTorch FSDP, arXiv 2304.11277, section 3.2.2 (hybrid sharding); MiCS, a
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 examples/hybrid_shard.py --ranks-per-node 2 --stage 3
 
-All that is particular to it is `HybridComm`, a Comm of two process groups, which `zeroify(comm=...)` takes.
+All that is particular to it is `HybridComm`, a Comm of two process groups, which `zeroify(comm=...)` takes. To see what
+the links do on one machine, make those across nodes slow (zero_mini/wire/throttled.py):
+
+    HybridComm(2, across=partial(ThrottledComm, latency_s=1e-3, bytes_per_s=1e6))
 """
 
 import argparse
@@ -37,15 +40,18 @@ class Then:
 
 
 class HybridComm(Comm):
-    """Means are over all ranks, shards over the ranks of a node. Collective."""
+    """Means are over all ranks, shards over the ranks of a node. Collective.
 
-    def __init__(self, ranks_per_node: int):
+    across: makes the Comm of the ranks that have the same shard on every node.
+    """
+
+    def __init__(self, ranks_per_node: int, across: Callable[[dist.ProcessGroup], Comm] = Comm, **options):
         total = dist.get_world_size()
         node, _ = dist.new_subgroups(ranks_per_node)
         columns = [list(range(rank, total, ranks_per_node)) for rank in range(ranks_per_node)]
         column, _ = dist.new_subgroups_by_enumeration(columns)  # the ranks that have the same shard
-        super().__init__(node)
-        self.across = Comm(column)
+        super().__init__(node, **options)
+        self.across = across(column)
         self.across.ledger = self.ledger  # one ledger for both; entries across nodes say so
         self.replica = self.across.rank  # checkpoints are written by the first one
         self.host = HostWords(same_ranks(dist.group.WORLD, "gloo"), self.ledger, total)  # all ranks must agree

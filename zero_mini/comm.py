@@ -18,9 +18,9 @@ launching makes NCCL's stream wait for everything enqueued so far, so no stream 
 What hosts say to each other, a few numbers a step, goes through `comm.host` (wire/host_words.py).
 
 A subclass sends in another way, and `zeroify(comm=...)` takes it: examples/hybrid_shard.py has two
-process groups, examples/bf16_wire.py another reduce-scatter; a rank whose peers are only simulated
-has no group. An overridden collective may return any object with a `wait()`, which is called once;
-work that follows the collective, such as a cast, belongs there.
+process groups, examples/bf16_wire.py another reduce-scatter, wire/throttled.py a slower link; a rank
+whose peers are only simulated has no group. An overridden collective may return any object with a
+`wait()`, which is called once; work that follows the collective, such as a cast, belongs there.
 
 Left out: hierarchical and quantised collectives (ZeRO++, arXiv 2306.10209).
 """

@@ -15,6 +15,7 @@ from zero_mini.course.plots import (
     exponents,
     frame,
     gantt,
+    lines,
     loss_scales,
     moments,
     ownership,
@@ -527,3 +528,22 @@ def test_waits_of_all_ranks_have_one_scale():
     check_layout(figure)
     assert [[bar.get_height() for bar in axes.patches] for axes in figure.axes] == [[50.0, 60.0], [2.0, 3.0]]
     assert len({axes.get_ylim() for axes in figure.axes}) == 1 and {"rank 0", "rank 1"} <= set(texts(figure))
+
+
+# --- lines and dots -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log", ["", "x", "y", "xy"])
+def test_lines_and_dots_lie_where_they_are_and_share_a_colour_if_they_share_a_name(log):
+    predicted = {"stage 0": {1.0: 4.0, 8.0: 0.5}, "a": {8.0: 0.25, 1.0: 2.0}}
+    figure = lines.draw_lines(predicted, {"a": {2.0: 1.5}, "b": {4.0: 3.0}}, "Title", "note", "MB/s", "s", log)
+    check_layout(figure)
+    (axes,) = figure.axes
+    assert [dict(zip(*line.get_data())) for line in axes.lines] == list(predicted.values())
+    assert [dots.get_offsets().tolist() for dots in axes.collections] == [[[2.0, 1.5]], [[4.0, 3.0]]]
+    colours = [line.get_color() for line in axes.lines]
+    from matplotlib.colors import to_hex
+
+    a, b = (to_hex(dots.get_facecolor()[0]) for dots in axes.collections)
+    assert a == colours[1] != colours[0] and b not in colours
+    assert {"stage 0", "a", "b"} <= set(texts(figure))
