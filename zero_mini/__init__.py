@@ -17,6 +17,7 @@ What serves it, each folder with a list of its files in `__init__.py`:
     activations   makes the rest of the memory small
     checkpoint    writes states to the disk, for any stage and number of ranks
     trainer       the model, the data, the flags and the reports of train_gpt.py
+    simulate      one process as rank r of N, the other ranks absent
     comparison    the benchmark
     course        what the lessons share: ranks in a notebook, figures
     measured      records of what was measured, as JSON

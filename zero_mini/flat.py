@@ -27,6 +27,7 @@ Left out: parameters of several dtypes in one model, and sparse ones (see bindin
 """
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -91,7 +92,7 @@ class Unit:
     mean_grad: torch.Tensor | None = None  # shaped like master: the mean over ranks
     pieces: list[tuple[int, nn.Parameter]] = field(default_factory=list)  # (group, view of master)
     reducing: "Reduction | None" = None  # in flight
-    pending_backwards: int = 0  # forward calls whose backward has not started yet
+    pending: Counter = field(default_factory=Counter)  # module -> its forward calls whose backward has not started yet
     used: int = 0  # bit i: on this rank params[i] got a gradient since zero_grad()
     used_anywhere: int = 0  # the same for any rank; ranks exchange it at the step
     apart: set[int] = field(default_factory=set)  # indices of params that are a run of their own

@@ -131,7 +131,7 @@ class Script:
         self.backward = Backward()
         pieces.set_open(self, False)  # a step that failed has left them open
         for unit in self.units:
-            unit.pending_backwards = 0
+            unit.pending.clear()
         if self.buffers_due:
             self.sync_buffers()
 
@@ -146,7 +146,7 @@ class Script:
         entered = self.backward.entered
         # A module with trainable and frozen parameters has two units. The root's backward spans all the others.
         for other in [u for u in entered if u.modules[0] is not unit.modules[0]]:
-            if other.pending_backwards == 0 and not other.is_root and not unit.is_root:
+            if not other.pending.total() and not other.is_root and not unit.is_root:
                 self.after_backward(other)
         if unit not in entered:
             entered.append(unit)

@@ -193,7 +193,7 @@ class Zero3(Zero2):
         if unit.is_root:
             return result
         result = self.copies.detached_from(unit, result)
-        hook_outputs(self, unit, result)
+        hook_outputs(self, unit, None, result)
         self.after_forward(unit)
         return result
 

@@ -20,6 +20,7 @@ from parity import Loop, exactly, parity
 from says import naming
 from test_memory_recorder import Tower
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -564,18 +565,21 @@ def test_the_second_run_of_a_block_without_dropout_leaves_out_its_last_matrix_pr
         assert products.count == counted
 
 
-def test_what_is_checkpointed_may_be_compiled():
+@pytest.mark.parametrize("outputs_of", [(), ATTENTION], ids=["nothing kept", "attention kept"])
+def test_what_is_checkpointed_may_be_compiled(outputs_of):
     torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
     results = []
     for compiling in (False, True):
         torch.manual_seed(0)
         model = GPT(replace(CONFIG, dropout=0.0))
         for block in model.blocks:
             if compiling:
-                block.forward = torch.compile(block.forward, backend="aot_eager")
-        checkpoint_blocks(model)
+                block.forward = torch.compile(block.forward, backend=counter)
+        checkpoint_blocks(model, outputs_of=outputs_of)
         model(torch.zeros(2, 8, dtype=torch.long)).square().sum().backward()
         results.append([param.grad for param in model.parameters()])
+    assert counter.frame_count == 1
     for grad, compiled in zip(*results):
         torch.testing.assert_close(grad, compiled)
 

@@ -11,9 +11,11 @@ import pytest
 import torch
 from says import tells
 
-from zero_mini.comparison import benchmark, measure, scores, systems
-from zero_mini.comparison.systems import SYSTEMS, Trainee, adamw, make_model, stepper
-from zero_mini.comparison.works import ABLATIONS, ON_CPU, WORKS, Work
+from zero_mini.comparison import benchmark, measure, plain, scores, systems
+from zero_mini.comparison.models import make_model
+from zero_mini.comparison.systems import SYSTEMS
+from zero_mini.comparison.trainee import Trainee, adamw, stepper
+from zero_mini.comparison.works import ABLATIONS, BASELINE, ON_CPU, WORKS, Work
 from zero_mini.course.ranks import RankError
 from zero_mini.trainer.gpt import GPTConfig
 
@@ -93,13 +95,35 @@ def test_checkpointing_changes_nothing_and_bf16_little(ranks, ddp, change, syste
     assert scores.distance(found["losses"], ddp["losses"]) < (0.03 if "bf16" in change else 1e-5)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_baseline_updates_one_of_n_parts_of_the_parameters(bf16):
+    work, device = replace(TINY, bf16=bf16), torch.device("cpu")
+    model = make_model(work, device)
+    psi = sum(param.numel() for param in model.parameters())
+    whole, half = (plain.UpdateOfSlices(model, work, device, N) for N in (1, 2))
+    assert len(half.masters) == 1 + work.config.L
+    assert sum(master.numel() for master in whole.masters) == pytest.approx(psi, rel=0.02)
+    assert sum(master.numel() for master in half.masters) == pytest.approx(psi / 2, rel=0.02)
+    master, grad = half.masters[1].detach().clone(), half.grads[1].float()
+    half.step()
+    change = half.masters[1].detach() - master * (1 - 0.1 * work.lr)  # AdamW's first step: the sign of the gradient
+    torch.testing.assert_close(change, -work.lr * grad / (grad.abs() + 1e-8), rtol=1e-3, atol=1e-7)
+    if bf16:
+        assert torch.equal(half.casts[1], half.masters[1].bfloat16())
+
+
 # --- ablations --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ablation", [name for name in ABLATIONS if name.startswith("zero-3 ")])
 def test_an_ablation_computes_what_stage_3_does_to_the_bit(ranks, ablation):
-    stage_3, other = row(ranks, "zero-3", TINY), row(ranks, ablation, TINY)
+    work = replace(TINY, bf16=ablation == "zero-3 16-bit shard")  # in fp32 its shard is the master
+    stage_3, other = row(ranks, "zero-3", work), row(ranks, ablation, work)
     assert other["losses"] == stage_3["losses"]
+    if work.bf16:
+        units = ranks(2).run(lambda: sum(u.S for u in systems.build("zero-3", work, torch.device("cpu")).zero.units))
+        assert other["state_bytes"] - stage_3["state_bytes"] == 2 * units[0]
+        return
     gathers_more = ablation == "zero-3 storage resize"  # it gives back what stage 3 finds in its slots again
     assert (other["wire_bytes"] > stage_3["wire_bytes"]) == gathers_more
     assert (other["state_bytes"] < stage_3["state_bytes"]) == gathers_more
@@ -131,7 +155,7 @@ def test_a_run_that_raises_is_a_row_with_its_reason_and_the_others_go_on(monkeyp
     assert list(rows) == names
     assert tells(rows["zero-2"]["failed"], "ranks 0, 1", "RuntimeError: no such thing")
     assert tells(rows["deepspeed-2"]["failed"], "deepspeed")
-    assert len(rows["ddp"]["step_ms"]) == measure.TIMED_STEPS
+    assert len(rows["ddp"]["step_ms"]) == TINY.timed_steps
     printed = scores.table("tiny", entry(TINY, rows))
     assert all(reason["failed"] in printed for reason in list(rows.values())[:2])
     assert "1.00" in printed  # ddp is as fast as ddp
@@ -202,16 +226,20 @@ def test_speed_json_is_merged_by_work_and_by_system_on_the_same_machine(tmp_path
 
 def test_scores_and_floors_of_invented_numbers():
     work = replace(WORKS["124M batch 32"], batch=1)
-    told = entry(work, {"ddp": invented(100.0), "zero-3": invented(50.0), "plain": invented(40.0)})
+    told = entry(
+        work, {"ddp": invented(100.0), "zero-3": invented(50.0), "plain": invented(40.0), BASELINE: invented(45)}
+    )
     told["machine"]["card"] = "NVIDIA H100 80GB HBM3"
     told["rates"] = {"matmul_flops": 1e15, "copy_bytes": 1e12, "all_reduce_bytes": 1e11}
     psi, flops = told["work"]["psi"], told["work"]["flops_per_token"]
     result = scores.score(told)
     assert result["zero-3"]["tokens_s"] == pytest.approx(1024 / 0.050)
     assert result["zero-3"]["tflops"] == pytest.approx(1024 / 0.050 * flops / 1e12)
-    assert result["zero-3"]["mfu"] == pytest.approx(1024 / 0.050 * flops / 989e12)
+    assert result["zero-3"]["mfu"] == pytest.approx(1024 / 0.050 * flops / 989.4e12)
     assert result["zero-3"]["x_ddp"] == pytest.approx(2.0)
     assert result["zero-3"]["of_plain"] == pytest.approx(0.8)
+    assert result["zero-3"]["over_baseline"] == pytest.approx(50 / 45)
+    assert tells(scores.table("x", told), "1.111")
     compute, update, wire = 1024 * flops / 1e15, 28 * psi / 2 / 1e12, 6 * psi / 2 / 1e11
     assert wire > compute
     assert result["zero-3"]["x_floor"] == pytest.approx(0.050 / (wire + update))
@@ -223,6 +251,7 @@ def test_every_work_asks_for_systems_that_exist_and_for_one_to_compare_with():
     for name, work in WORKS.items():
         assert set(work.systems) <= set(SYSTEMS), name
         assert set(work.systems) & set(scores.REFERENCES), name
+        assert BASELINE in work.systems
 
 
 def test_a_work_for_gpus_is_refused_where_there_is_none(monkeypatch, capsys):

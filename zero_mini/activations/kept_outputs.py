@@ -11,7 +11,7 @@ block's input, and its FLOPs grow with the square of the sequence:
     second run    q, k, v    computed again: the backward of attention reads them
                   attention  not run: the kept output, and the sums of exponentials beside it, take its place
 
-Left out: operators inside compiled functions, which no dispatch mode sees.
+Left out: operators that a compiler replaced, which no dispatch mode sees. (inductor calls attention as it is.)
 """
 
 import contextlib
@@ -113,6 +113,11 @@ class Chosen(TorchDispatchMode):
     def __init__(self, outputs: KeptOutputs, call: Callable):
         super().__init__()
         self.outputs, self.call = outputs, call
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions run compiled; otherwise torch would not compile any while this mode is active."""
+        return True
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}

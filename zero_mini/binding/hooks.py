@@ -98,32 +98,35 @@ def leave_forward(zero, unit: Unit, module, args, kwargs, output) -> None:
     if zero.showing_whole:
         return
     # A recompute builds a second graph for a call whose backward is already pending; it needs no hooks.
-    if not (backward_is_running() and (unit.pending_backwards or unit in zero.backward.entered)):
-        hook_outputs(zero, unit, output, (args, kwargs))
+    if not (backward_is_running() and (unit.pending[module] or unit in zero.backward.entered)):
+        hook_outputs(zero, unit, module, output, (args, kwargs))
     if module is unit.modules[-1]:
         zero.after_forward(unit)
 
 
-def hook_outputs(zero, unit: Unit, output: object, inputs: object = ()) -> None:
-    """The unit's backward begins at the first gradient of an output. A returned input does not count as an output."""
+def hook_outputs(zero, unit: Unit, module: nn.Module | None, output: object, inputs: object = ()) -> None:
+    """The unit's backward begins at the first gradient of an output. A returned input does not count as an output.
+
+    module    of the unit, which returned them; None: an operation outside of the modules' turns.
+    """
     input_ids = {id(tensor) for tensor in tensors_in(inputs)}
     outputs = tensors_in(output)
     outputs += [t._base for t in outputs if t._is_view()]  # an in-place change of a view disables its hook
     tensors = [t for t in outputs if t.grad_fn is not None and id(t) not in input_ids]
     if tensors:
-        unit.pending_backwards += 1
+        unit.pending[module] += 1
         last_backward: list[int] = []  # id of the last backward that reached any of these outputs
         for tensor in tensors:
-            tensor.register_hook(partial(enter_backward, zero, unit, last_backward))
+            tensor.register_hook(partial(enter_backward, zero, unit, module, last_backward))
 
 
-def enter_backward(zero, unit: Unit, last_backward: list[int], grad) -> None:
+def enter_backward(zero, unit: Unit, module: nn.Module | None, last_backward: list[int], grad) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError("backward(create_graph=True) is not supported: gradients are reduced away")
     this_backward = torch._C._current_graph_task_id()
     if last_backward != [this_backward]:
         if not last_backward:  # the first backward through this call; with retain_graph there may be more
-            unit.pending_backwards = max(0, unit.pending_backwards - 1)
+            unit.pending[module] = max(0, unit.pending[module] - 1)
         last_backward[:] = [this_backward]
         begin_backward(zero)
         zero.send_ready()

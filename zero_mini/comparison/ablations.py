@@ -6,6 +6,8 @@
     gathers as kernels   gathers occupy SMs, like reductions, and queue with them
     reductions at once   sent as soon as they are collected, at the start of the next unit's backward
     two communicators    the same kernels, but a gather need not wait for the reduction launched before it
+    16-bit shard         a shard in the dtype of the computation is kept too, as the paper's 16/N counts it: the update
+                         writes it, and a gather need not cast
 
 All of them compute what stage 3 computes, to the bit. Only the benchmark uses them, by `zeroify(stage=<class>)`, so
 the stages have no switches.
@@ -13,10 +15,13 @@ the stages have no switches.
 Left out: ablations of whole stages; those are stages 0, 1 and 2.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 
 from zero_mini.flat import Unit
+from zero_mini.update.on_device import OnDevice
 from zero_mini.zero3 import Slot, Zero3
 
 
@@ -52,6 +57,42 @@ class TwoCommunicators(Zero3):
         """Ordinary memory for the slots, and a second group of the same ranks."""
         self.comm.gathering, self.comm.reachable = dist.new_group(dist.get_process_group_ranks(self.comm.group)), None
         super().prepare()
+
+
+class ShardFollows(OnDevice):
+    """The update writes the 16-bit shards, not zero3.py's gathers."""
+
+    def cast_of(self, unit: Unit) -> torch.Tensor:
+        """The unit's shard."""
+        return self.zero.shards[unit]
+
+
+class SixteenBitShard(Zero3):
+    """Each unit's slice is kept in the dtype of the computation too: 2 Psi/N bytes."""
+
+    def __init__(self, *args, make_update, **options):
+        self.shards: dict[Unit, torch.Tensor] = {}  # (S); in fp32 the master itself
+        super().__init__(*args, make_update=ShardFollows, **options)
+
+    def adopt(self, unit: Unit, values: torch.Tensor) -> None:
+        """Make the shard."""
+        super().adopt(unit, values)
+        self.shards[unit] = unit.master
+        if self.mixed:
+            self.shards[unit] = self.comm.empty(unit.S, self.dtype, self.device).copy_(unit.master)
+
+    def launch_gather(self, unit: Unit) -> None:
+        """Shards of all ranks -> slot, without a cast."""
+        slot = unit.place.slot
+        self.vacate(slot)
+        slot.arriving = self.comm.all_gather(slot.buffer[: unit.P], self.shards[unit], unit.name)
+        slot.holder = unit
+
+    def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """And the shards."""
+        yield from super().tensors()
+        for unit, shard in self.shards.items():
+            yield "parameters", unit.name, shard
 
 
 class StorageResize(GathersAsKernels):

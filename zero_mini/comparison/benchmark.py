@@ -112,11 +112,13 @@ from statistics import median
 import torch
 
 from zero_mini.comparison import measure, scores
+from zero_mini.comparison.models import psi_and_flops
 from zero_mini.comparison.systems import SYSTEMS, build, missing
 from zero_mini.comparison.works import WORKS, Work
 from zero_mini.course.ranks import RankError, run
-from zero_mini.trainer.gpt import flops_per_token, parameter_count
 from zero_mini.trainer.launch import first_line
+
+MODEL = ("L", "d", "heads", "kv_heads", "ffn", "vocab", "tied")  # what describes a model in the record
 
 
 def in_a_fresh_group(ranks: int, limit_s: float, function: Callable, *args: object) -> list | str:
@@ -155,8 +157,10 @@ def compare(
 
 def described(work: Work) -> dict:
     """A work's parameters, for readers of the JSON."""
+    psi, flops = psi_and_flops(work)
+    chunks = {"loss_chunks": work.loss_chunks} if work.loss_chunks > 1 else {}
     return {
-        "model": {"L": work.config.L, "d": work.config.d, "heads": work.config.heads, "vocab": work.config.vocab},
+        "model": {name: getattr(work.config, name) for name in MODEL if hasattr(work.config, name)},
         "batch": work.batch,
         "sequence_length": work.config.T,
         "tokens": work.tokens,
@@ -164,9 +168,10 @@ def described(work: Work) -> dict:
         "checkpointing": work.checkpointing,
         "compiled": work.compiled,
         "fused_loss": work.fused_loss,
+        **chunks,
         "lr": work.lr,
-        "psi": parameter_count(work.config),
-        "flops_per_token": flops_per_token(work.config),
+        "psi": psi,
+        "flops_per_token": flops,
     }
 
 

@@ -1,7 +1,7 @@
 """The measurements of one rank of a fresh group, for one row of the benchmark.
 
     10 steps       their losses, which must be alike for all systems (scores.py); they are the warm-up too
-    12 steps       timed one by one, with the allocator's peak over all of them
+    12 steps       timed one by one (a work may have fewer of both), with the allocator's peak over all of them
     1 step         under a profiler (memory/timeline.py), on a GPU
     3 + 5 steps    of one sequence of 64 tokens, on a GPU. There is almost nothing to multiply, so the time of
                    a step is the host's, or that of the wire and the update, which depend on parameters only
@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_mini.comparison.systems import Trainee, build
+from zero_mini.comparison.systems import build
+from zero_mini.comparison.trainee import Trainee
 from zero_mini.comparison.works import Work, batches
 from zero_mini.course.ranks import own_device
 from zero_mini.memory import timeline
 from zero_mini.trainer.report import host_peak_bytes, sent_bytes
 
-GATE_STEPS, TIMED_STEPS, SHORT_WARM_UP, SHORT_STEPS, SHORT_TOKENS = 10, 12, 3, 5, 64
+SHORT_WARM_UP, SHORT_TOKENS = 3, 64
 NEARLY_FREE, PATIENCE_S = 0.9, 30.0
 
 
@@ -37,18 +38,20 @@ def measure(system: str, work: Work, build: Callable[[str, Work, torch.device], 
         wait_for_memory()
     data = batches(work, dist.get_rank(), dist.get_world_size(), device)
     trainee = build(system, work, device)
-    losses = torch.stack([trainee.step(data[index % 2]) for index in range(GATE_STEPS)]).float().tolist()
+    losses = torch.stack([trainee.step(data[index % 2]) for index in range(work.gate_steps)]).float().tolist()
     gc.collect()
     if device.type == "cuda":
-        row = time_on_gpu(trainee, data)
+        row = time_on_gpu(trainee, data, work.timed_steps)
     else:
-        row = {"step_ms": time_on_cpu(trainee.step, data)}
+        row = {"step_ms": time_on_cpu(trainee.step, data, work.timed_steps)}
     row |= {"losses": losses, "state_bytes": trainee.state_bytes(), "host_peak_bytes": host_peak_bytes()}
     if trainee.zero is not None:
         row["wire_bytes"] = sent_bytes(trainee.zero.ledger, dist.get_world_size())
     if device.type == "cuda":
         row["timeline"] = timeline.summary(timeline.record(lambda: trainee.step(data[0])))
-        row["short_step_ms"] = time_short_step(trainee.step, data[0][:1, : SHORT_TOKENS + 1].contiguous())
+        if work.short_steps:
+            tokens = data[0][:1, : SHORT_TOKENS + 1].contiguous()
+            row["short_step_ms"] = time_short_step(trainee.step, tokens, work.short_steps)
     return row
 
 
@@ -62,12 +65,12 @@ def wait_for_memory() -> None:
         time.sleep(0.2)
 
 
-def time_on_gpu(trainee: Trainee, data: list[Tensor]) -> dict:
+def time_on_gpu(trainee: Trainee, data: list[Tensor], steps: int) -> dict:
     """Each step's time, by CUDA events, and memory."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     dist.barrier()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_STEPS + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     events[0].record()
     for index, event in enumerate(events[1:]):
         trainee.step(data[index % 2])
@@ -81,9 +84,9 @@ def time_on_gpu(trainee: Trainee, data: list[Tensor]) -> dict:
     }
 
 
-def time_on_cpu(step: Callable[[Tensor], Tensor], data: list[Tensor]) -> list[float]:
+def time_on_cpu(step: Callable[[Tensor], Tensor], data: list[Tensor], steps: int) -> list[float]:
     times_ms = []
-    for index in range(TIMED_STEPS):
+    for index in range(steps):
         dist.barrier()
         started = time.perf_counter()
         step(data[index % 2])
@@ -91,16 +94,16 @@ def time_on_cpu(step: Callable[[Tensor], Tensor], data: list[Tensor]) -> list[fl
     return times_ms
 
 
-def time_short_step(step: Callable[[Tensor], Tensor], tokens: Tensor) -> float:
+def time_short_step(step: Callable[[Tensor], Tensor], tokens: Tensor, steps: int) -> float:
     """Milliseconds a step; the host waits before the first and after the last only."""
     for _ in range(SHORT_WARM_UP):
         step(tokens)
     torch.cuda.synchronize()
     started = time.perf_counter()
-    for _ in range(SHORT_STEPS):
+    for _ in range(steps):
         step(tokens)
     torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - started) / SHORT_STEPS
+    return 1e3 * (time.perf_counter() - started) / steps
 
 
 # --- what the machine can do ------------------------------------------------------------------

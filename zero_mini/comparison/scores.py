@@ -12,7 +12,7 @@ precision, because the systems may differ in:
 
 A doubled learning rate, gradients that are not reduced, an unwanted clipping: each moves losses of the small model by
 0.02 to 0.3 within the ten steps.
-`plain` never updates: only its first loss is compared.
+`plain` and `plain + 1/N update` never change the weights: only their first loss is compared.
 
 The floor. A step cannot be shorter than its parts at the rates that this machine reached for each alone
 (measure.py). Only the wire can overlap, and only with the computation:
@@ -32,11 +32,12 @@ from statistics import mean, median, quantiles
 from tabulate import tabulate
 
 from zero_mini.comparison.systems import SYSTEMS
+from zero_mini.comparison.works import BASELINE, PLAIN
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
 REFERENCES = ("ddp", "zero-0", "fsdp2")
 # Dense bf16 of the data sheets, FLOP/s.
-PEAK_FLOPS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
+PEAK_FLOPS = {"NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H200": 989.4e12, "NVIDIA A100-SXM4-80GB": 312e12}
 
 
 def merge_ranks(ranks: list[dict]) -> dict:
@@ -88,7 +89,7 @@ def judge(system: str, row: dict, entry: dict) -> str | None:
     runs = [name for name in REFERENCES if "losses" in entry["systems"].get(name, {})]
     if not runs:
         return f"losses not checked: none of {', '.join(REFERENCES)} ran"
-    compared = 1 if system == "plain" else None
+    compared = 1 if system in PLAIN else None
     row["losses_differ_by"] = distance(row["losses"][:compared], entry["systems"][runs[0]]["losses"][:compared])
     if row["losses_differ_by"] > TOLERANCE[entry["work"]["precision"]]:
         return f"losses differ by {row['losses_differ_by']:.2g} from those of {runs[0]}"
@@ -137,6 +138,7 @@ def score(entry: dict) -> dict[str, dict]:
     for system, tokens_s in speeds.items():
         scores[system]["of_plain"] = tokens_s / speeds["plain"] if "plain" in speeds else None
         scores[system]["x_ddp"] = tokens_s / ddp if ddp else None
+        scores[system]["over_baseline"] = speeds[BASELINE] / tokens_s if BASELINE in speeds else None
     return scores
 
 
@@ -154,6 +156,7 @@ def table(name: str, entry: dict) -> str:
                 "TFLOP/s": f"{s['tflops']:.3g}",
                 "MFU": s["mfu"] and f"{s['mfu']:.1%}",
                 "of plain": s["of_plain"] and f"{s['of_plain']:.1%}",
+                "over plain + update": s["over_baseline"] and f"{s['over_baseline']:.3f}",
                 "x ddp": s["x_ddp"] and f"{s['x_ddp']:.2f}",
                 "x floor": s["x_floor"] and f"{s['x_floor']:.2f}",
                 "peak GiB": "peak_bytes" in row and f"{row['peak_bytes'] / GiB:.1f}",
@@ -178,11 +181,13 @@ def formulas(entry: dict) -> str:
     """The definitions of the columns, with this work's numbers, as lines of text."""
     work, rates, machine = entry["work"], entry["rates"], entry["machine"]
     peak, T, N = PEAK_FLOPS.get(machine["card"]), work["tokens"], machine["cards"]
+    multiplied = "N" if "ffn" in work["model"] else "Psi"  # N: without an embedding that is only looked up
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "cuda", "nccl") if name in machine)
     lines = [
         f"{N} x {machine['card']}, {versions}. ms is the median of all steps of the slower rank (p10, p90).",
         f"tokens/s = {T} tokens a GPU / ms.  TFLOP/s = tokens/s x {work['flops_per_token']:.4g} FLOPs a token"
-        " (6 Psi + 12 L d T)" + (f".  MFU = TFLOP/s / {peak / 1e12:.0f}" if peak else ""),
+        f" (6 {multiplied} + 12 L d T)" + (f".  MFU = TFLOP/s / {peak / 1e12:.4g}" if peak else ""),
+        f"over plain + update: ms over the ms of {BASELINE}: one GPU, no wire, a rank's share of the update.",
         "x ddp: tokens/s over those of the faster DDP.  states: between steps; kinds that hide theirs are blank.",
     ]
     if rates is not None:

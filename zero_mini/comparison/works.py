@@ -1,11 +1,15 @@
 """Works: a model, a batch, and how blocks are run; every system trains the same work.
 
-    the weights    GPT-2's initial values, from seed 0, made on the device
+    the weights    GPT-2's initial values, from seed 0, made on the device; a Llama's from seeds of their names
     the tokens     two batches a rank, in turn, so that the loss falls within ten steps
     the optimizer  AdamW, one group, a constant learning rate, no clipping
 
 Tokens are as unevenly distributed as in a text, and each rank prefers other tokens. So a system that does not reduce
 gradients would learn each rank's share of the vocabulary much faster, and its losses would differ.
+
+Of other people's works, with the numbers that they publish for N GPUs: "Qwen2.5-1.5B shape" (without biases) of LLM.Q,
+56.5 % MFU on 8 x H100; "CS336 board" of Stanford's course, one step of 8.1 billion parameters and two sequences of
+32,768 tokens on two GPUs: 3.8 s on 2 x B200, the fastest entry of the class.
 
 Left out: reading data, accumulation over micro-batches, schedules: they are the same for all systems.
 """
@@ -15,12 +19,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero_mini.comparison.llama import LlamaConfig
 from zero_mini.trainer.gpt import PRESETS, GPTConfig
 
+BASELINE = "plain + 1/N update"
+PLAIN = ("plain", BASELINE)
 OURS = ("zero-0", "zero-1", "zero-2", "zero-3")
-PEERS = ("ddp", "ddp-bf16-hook", "ddp-zero1", "fsdp2", "fsdp2-keep", "deepspeed-1", "deepspeed-2", "deepspeed-3")
-ON_CPU = (*OURS, "ddp", "ddp-zero1", "fsdp2", "fsdp2-keep", "plain")
-COMPILED = (*OURS, "ddp", "fsdp2", "plain")
+DDP = ("ddp", "ddp-bf16-hook", "ddp-zero1")
+DEEPSPEED = ("deepspeed-1", "deepspeed-2", "deepspeed-3", "deepspeed-3 tuned")
+PEERS = (*DDP, "fsdp2", "fsdp2-keep", "fsdp2 tuned", "fsdp2 tuned symmetric", *DEEPSPEED)
+ON_CPU = (*OURS, "ddp", "ddp-zero1", "fsdp2", "fsdp2-keep", "fsdp2 tuned", *PLAIN)
+COMPILED = (*OURS, "ddp", "fsdp2", "fsdp2 tuned", "fsdp2 tuned symmetric", *PLAIN)
 ABLATIONS = (
     "ddp",
     "zero-3",
@@ -29,7 +38,18 @@ ABLATIONS = (
     "zero-3 gathers as kernels",
     "zero-3 reductions at once",
     "zero-3 two communicators",
-    "plain",
+    "zero-3 16-bit shard",
+    *PLAIN,
+)
+BOARD_SYSTEMS = (
+    "zero-3",
+    "zero-3 keep attention",
+    "fsdp2",
+    "fsdp2 tuned",
+    "fsdp2 keep attention",
+    "deepspeed-3",
+    "deepspeed-3 tuned",
+    BASELINE,
 )
 OFFLOADED = (
     "ddp",
@@ -39,6 +59,7 @@ OFFLOADED = (
     "fsdp2 offload",
     "deepspeed-2 offload",
     "deepspeed-3 offload",
+    BASELINE,
 )
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
@@ -48,14 +69,18 @@ class Work:
     """A model and its batch, and the systems that train it by default."""
 
     name: str
-    config: GPTConfig
+    config: GPTConfig | LlamaConfig
     batch: int  # sequences a rank
-    systems: tuple[str, ...] = (*OURS, *PEERS, "plain")
+    systems: tuple[str, ...] = (*OURS, *PEERS, *PLAIN)
     bf16: bool = True  # the computation; master copies are fp32
     checkpointing: bool = False  # a block's activations are computed again in backward
     compiled: bool = False  # a block's forward and backward are compiled by torch
     fused_loss: bool = False  # the code from the last norm to the loss is compiled too: fp32 logits are never stored
+    loss_chunks: int = 1  # parts of the tokens whose logits exist at a time
     lr: float = 1e-4
+    gate_steps: int = 10  # whose losses are compared
+    timed_steps: int = 12
+    short_steps: int = 5  # of a short sequence; it would be compiled again for that
 
     @property
     def tokens(self) -> int:
@@ -63,6 +88,8 @@ class Work:
         return self.batch * self.config.T
 
 
+QWEN = LlamaConfig(L=28, d=1536, heads=12, kv_heads=2, ffn=8960, vocab=151_936, T=1024, tied=True)
+BOARD = LlamaConfig(L=34, d=4096, heads=32, kv_heads=32, ffn=11008, vocab=151_936, T=32_768)
 CPU_CONFIG = GPTConfig(L=4, d=256, heads=4, vocab=256, T=128)
 
 WORKS = {
@@ -73,7 +100,7 @@ WORKS = {
             "1.5B checkpointed",
             PRESETS["1.5B"],
             16,
-            (*OURS, "ddp", "fsdp2", "deepspeed-3", "plain"),
+            (*OURS, "ddp", "fsdp2", "fsdp2 tuned", "deepspeed-3", "deepspeed-3 tuned", *PLAIN),
             checkpointing=True,
         ),
         Work("350M batch 8", PRESETS["350M"], 8),
@@ -82,6 +109,20 @@ WORKS = {
         Work("1.5B compiled", PRESETS["1.5B"], 8, COMPILED, compiled=True),
         Work("1.5B compiled batch 16", PRESETS["1.5B"], 16, COMPILED, compiled=True, fused_loss=True),
         Work("1.5B offload", PRESETS["1.5B"], 8, OFFLOADED),
+        Work("Qwen2.5-1.5B shape", QWEN, 16, COMPILED, compiled=True, fused_loss=True, loss_chunks=4),
+        Work(
+            "CS336 board",
+            BOARD,
+            1,
+            BOARD_SYSTEMS,
+            checkpointing=True,
+            compiled=True,
+            fused_loss=True,
+            loss_chunks=16,
+            gate_steps=3,
+            timed_steps=4,
+            short_steps=0,
+        ),
         Work("ablations", PRESETS["1.5B"], 8, ABLATIONS),
         Work("cpu", CPU_CONFIG, 8, ON_CPU, bf16=False, lr=1e-3),
         Work("cpu ablations", CPU_CONFIG, 8, ABLATIONS, bf16=False, lr=1e-3),

@@ -10,7 +10,7 @@ import torch
 from zero_mini.simulate.measure import report
 from zero_mini.simulate.setup import DTYPES, SHAPES, SPLIT_ABOVE, Setup, shape
 from zero_mini.trainer.launch import first_line
-from zero_mini.trainer.screen import fill
+from zero_mini.trainer.screen import fill, safe_streams
 
 
 def parse(argv: list[str]) -> tuple[Setup, argparse.Namespace]:
@@ -66,9 +66,14 @@ def machine(device: str) -> dict[str, object]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 0, or 2 with one line on stderr."""
+    """The exit status: 0; 1 for an out-of-memory; 2 with one line on stderr for what cannot be."""
+    with safe_streams():
+        return run(sys.argv[1:] if argv is None else argv)
+
+
+def run(argv: list[str]) -> int:
     try:
-        setup, chosen = parse(sys.argv[1:] if argv is None else argv)
+        setup, chosen = parse(argv)
         about, result = setup.run(chosen.steps)
     except (ValueError, OSError) as error:
         print(f"simulate: error: {first_line(error)}", file=sys.stderr)

@@ -3,7 +3,7 @@
     build      the peak while the model becomes this rank's part of it, unit by unit
     step 1     loss true; AdamW's moments are made at its end
     step 2     bytes of every later step; values not true, since absent ranks' updates are not known
-    states     what `zero.memory` lists after a backward: parameters, gradients, optimizer
+    states     what `zero.memory` lists: parameters and gradients after a backward, optimizer after the update
 
 On CUDA peaks are the allocator's, on a CPU the recorder's (memory/recorder.py). An out-of-memory is a result: it says
 where it happened.
@@ -85,8 +85,9 @@ def measure(training: Training, device: torch.device, steps: int = 2) -> dict:
                 result["losses"].append(training.compute(zero).item())
                 zero.wait()
                 held = result["held_bytes"] = zero.memory("device")
-                result["states_bytes"] = sum(held[name] for name in STATES)
                 training.update(zero)
+                held["optimizer"] = zero.memory("device")["optimizer"]  # the first update makes the moments
+                result["states_bytes"] = sum(held[name] for name in STATES)
                 result["moments"][where] = meter.end()
             result |= {
                 "sent_numel": sum(call.wire_numel(zero.world_size) for call in zero.ledger),

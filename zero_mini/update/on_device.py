@@ -99,8 +99,13 @@ class OnDevice:
 
     def write_cast(self, unit: Unit) -> None:
         """master -> this rank's part of the parameters that the model computes with."""
-        if self.zero.mixed and unit.full is not None:
-            unit.part_of_master(unit.full).copy_(unit.master)
+        cast = self.cast_of(unit)
+        if self.zero.mixed and cast is not None:
+            cast.copy_(unit.master)
+
+    def cast_of(self, unit: Unit) -> torch.Tensor | None:
+        """What follows the master in the dtype of the computation, shaped like it; None at stage 3: it casts later."""
+        return None if unit.full is None else unit.part_of_master(unit.full)
 
     def source(self, unit: Unit) -> torch.Tensor:
         """This rank's slice (S), from which stage 3 gathers."""

@@ -60,9 +60,10 @@ def step(zero) -> None:
     counts = [0] * len(groups)
     for unit in units:
         zero.finish_reduction(unit)
-        casts = [None] * len(unit.pieces)  # stage 3 casts when it gathers
-        if unit.full is not None:
-            casts = [view for _, _, view in unit.used_pieces(unit.part_of_master(unit.full))]
+        whole_cast = zero.update.cast_of(unit)
+        casts = [None] * len(unit.pieces)
+        if whole_cast is not None:
+            casts = [view for _, _, view in unit.used_pieces(whole_cast)]
         for (group, piece, grad), cast in zip(unit.used_pieces(unit.mean_grad), casts):
             state = zero.optimizer.state[piece]
             parts = (piece.detach(), grad, state["exp_avg"], state["exp_avg_sq"], cast)

@@ -14,7 +14,9 @@ Left out: several hosts, and GPUs that cannot reach each other's memory: there g
 """
 
 import contextlib
+import ctypes
 import socket
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -70,6 +72,7 @@ class ReachableMemory:
     def __init__(self, group: dist.ProcessGroup):
         self.backend = group._get_backend(torch.device("cuda"))
         self.pool = torch.cuda.MemPool(self.backend.mem_allocator)
+        weakref.finalize(self, keep_if_group_ended, self.pool, group)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         with torch.cuda.use_mem_pool(self.pool):
@@ -78,3 +81,9 @@ class ReachableMemory:
     def register(self) -> None:
         """Register the pool with NCCL. Collective."""
         self.backend.register_mem_pool(self.pool, symm=True)
+
+
+def keep_if_group_ended(pool: torch.cuda.MemPool, group: dist.ProcessGroup) -> None:
+    """After `destroy_process_group()` never free the pool: without NCCL's communicator torch would end the process."""
+    if group not in dist.distributed_c10d._world.pg_map:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))

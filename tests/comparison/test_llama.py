@@ -1,0 +1,80 @@
+"""The benchmark's Llama: its block, what its formulas count, and that all systems train it alike from the meta device."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from test_benchmark import TINY, row
+
+from zero_mini.comparison import llama, scores
+from zero_mini.comparison.llama import LlamaConfig, rotate, rotations
+from zero_mini.comparison.models import make_model, psi_and_flops
+from zero_mini.comparison.works import BASELINE, WORKS
+
+LLAMA = replace(
+    TINY, config=LlamaConfig(L=3, d=64, heads=4, kv_heads=2, ffn=96, vocab=256, T=32, tied=True), loss_chunks=4
+)
+
+
+@pytest.fixture(scope="module")
+def llama_ddp(ranks) -> dict:
+    return row(ranks, "ddp", LLAMA)
+
+
+@pytest.mark.parametrize("change", [{}, {"checkpointing": True}, {"bf16": True}])
+@pytest.mark.parametrize("system", ["zero-1", "zero-3", "fsdp2", BASELINE])
+def test_a_llama_starts_on_the_meta_device_and_trains_as_under_torch_ddp(ranks, llama_ddp, system, change):
+    found = row(ranks, system, replace(LLAMA, **change))
+    compared = 1 if system == BASELINE else None
+    distance = scores.distance(found["losses"][:compared], llama_ddp["losses"][:compared])
+    assert distance < (0.03 if "bf16" in change else 1e-5)
+
+
+@pytest.mark.parametrize("system", ["zero-3 keep attention", "fsdp2 keep attention"])
+def test_attention_kept_under_checkpointing_changes_nothing(ranks, llama_ddp, system):
+    found = row(ranks, system, replace(LLAMA, checkpointing=True))
+    assert scores.distance(found["losses"], llama_ddp["losses"]) < 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name, work in WORKS.items() if isinstance(work.config, LlamaConfig)])
+def test_the_formulas_of_a_llama_count_what_the_model_has(name):
+    work = WORKS[name]
+    model = make_model(work, torch.device("cpu"))  # on the meta device
+    sizes = {name: param.numel() for name, param in model.named_parameters()}
+    psi, flops = psi_and_flops(work)
+    assert psi == sum(sizes.values())
+    matrices = sum(param.numel() for param in model.parameters() if param.ndim == 2)
+    if not work.config.tied:
+        matrices -= sizes["embed.weight"]
+    assert flops == 6 * matrices + 12 * work.config.L * work.config.d * work.config.T
+
+
+def test_a_block_equals_attention_and_mlp_written_out():
+    config = LLAMA.config
+    block = llama.Block(config)
+    x = torch.randn(2, 7, config.d)
+    cos, sin = rotations(7, 16, x)
+    h = block.norm_1(x)
+    q, k, v = (h @ w.T for w in block.qkv.weight.split([64, 32, 32]))
+    heads = []
+    for index in range(4):
+        shared = index // 2  # two heads of queries use one of keys and values
+        a = rotate(q[None, ..., 16 * index :][..., :16], cos, sin)[0]
+        b = rotate(k[None, ..., 16 * shared :][..., :16], cos, sin)[0]
+        weights = (a @ b.transpose(1, 2) / 4).masked_fill(torch.ones(7, 7).triu(1).bool(), -math.inf).softmax(-1)
+        heads.append(weights @ v[..., 16 * shared :][..., :16])
+    x_1 = x + torch.cat(heads, -1) @ block.attn_out.weight.T
+    gate, up = (block.norm_2(x_1) @ w.T for w in block.gate_up.weight.chunk(2))
+    expected = x_1 + (gate * gate.sigmoid() * up) @ block.down_out.weight.T
+    torch.testing.assert_close(block(x, cos, sin), expected)
+
+
+def test_a_product_of_rotated_vectors_depends_on_their_distance_alone():
+    q, k = (torch.randn(16).expand(1, 1, 10, 16) for _ in range(2))
+    cos, sin = rotations(10, 16, q)
+    products = (rotate(q, cos, sin) @ rotate(k, cos, sin).transpose(-1, -2))[0, 0]
+    for distance in (-3, 0, 4):
+        diagonal = products.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    assert abs(products[3, 1] - products[3, 2]) > 1e-3
