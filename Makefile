@@ -1,4 +1,4 @@
-# make train, test, check, lint, course, student, grade, slides: each first puts what it needs into .venv, again when pyproject.toml changes.
+# make train, test, check, lint, course, student, grade, slides, myths: each first puts what it needs into .venv, again when pyproject.toml changes.
 #
 #     make train STAGE=3 N=4 ARGS="--steps 50"
 
@@ -7,7 +7,7 @@ STAGE ?= 2
 N ?= 2
 ARGS ?=
 
-.PHONY: train test check matrix lint course lessons student grade slides
+.PHONY: train test check matrix lint course lessons student grade slides myths
 .NOTPARALLEL:
 
 # One thread a rank, as torchrun would set it with a warning.
@@ -16,6 +16,8 @@ train: .venv/installed
 	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node $(N) zero_mini/train_gpt.py --stage $(STAGE) $(ARGS)
 
 # Two files at a time: most tests are ranks that wait for each other, and tests of a file share what they start.
+# There are more processes than cores then, and threads of OpenMP spin while they wait: one thread each.
+test check: export OMP_NUM_THREADS = 1
 test: .venv/installed-test
 	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile \
@@ -48,6 +50,10 @@ student: .venv/installed-student
 FILE ?= notebooks/my_zero.py
 grade: .venv/installed-lessons
 	@.venv/bin/python -m zero_mini.course.judge "$(FILE)" $(ARGS)
+
+# What ZeRO is not: every experiment of zero_mini/laboratory, a table, and zero_mini/measured/myths.json. Five minutes or more.
+myths: .venv/installed
+	.venv/bin/python -m zero_mini.laboratory $(ARGS)
 
 # HTML and PDF in slides/build; BROWSER=/path/to/chrome if it is not found. See slides/README.md.
 BROWSER ?=

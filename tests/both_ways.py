@@ -206,10 +206,20 @@ class Job:
 
 def run_twice(script, build, optimizer, before, **wrap):
     """-> (start, alone, sharded): parameters at the start, and (notes, parameters, error) of both runs."""
+    return *run_alone(script, build, optimizer, before), run_sharded(script, build, optimizer, before, **wrap)
+
+
+def run_alone(script, build, optimizer, before):
+    """-> (parameters at the start, (notes, parameters, no error))"""
     torch.manual_seed(0)
     alone = Job(build, optimizer, before)
     start = copy.deepcopy(alone.model.state_dict())
     script(alone)
+    return start, (alone.notes, alone.model.state_dict(), None)
+
+
+def run_sharded(script, build, optimizer, before, **wrap):
+    """-> (notes, parameters, error)"""
     torch.manual_seed(dist.get_rank())  # rank 0's values are everybody's
     sharded = Job(build, optimizer, before, **wrap)
     try:
@@ -217,7 +227,7 @@ def run_twice(script, build, optimizer, before, **wrap):
         state, error = sharded.model.state_dict(), None
     except Exception as raised:
         state, error = {}, f"{type(raised).__name__}\n{traceback.format_exc()}"
-    return start, (alone.notes, alone.model.state_dict(), None), (sharded.notes, state, error)
+    return sharded.notes, state, error
 
 
 class Compare:

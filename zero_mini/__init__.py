@@ -20,6 +20,7 @@ What serves it, each folder with a list of its files in `__init__.py`:
     simulate      one process as rank r of N, the other ranks absent
     comparison    the benchmark
     course        what the lessons share: ranks in a notebook, figures
+    laboratory    what ZeRO is not: other systems, beside the real thing
     measured      records of what was measured, as JSON
 """
 

@@ -166,7 +166,8 @@ class Unit:
             for name, param, view in zip(self.names, self.params, self.views(buffer)):
                 if param.is_meta:
                     initialise(name, view)
-                    torch.utils.swap_tensors(param, nn.Parameter(view, self.trainable))  # param stays the same object
+                    # .data: a count of writes of its own. param stays the same object.
+                    torch.utils.swap_tensors(param, nn.Parameter(view.data, self.trainable))
                 else:
                     view.copy_(param)
                     set_data(param, view)

@@ -109,8 +109,8 @@ def test_every_stage_trains_rare_models_as_torch_ddp_does(ranks, row, name):
 @pytest.mark.parametrize(
     "name, world_size",
     [
-        *itertools.product(["plain blocks"], [1, 2, 3]),
-        # At N = 3 most models, against float64.
+        # At N = 3 most models, against float64, and whole numbers without no_sync().
+        *itertools.product(["plain blocks"], [1, 2]),
         *itertools.product(["tied embedding and head", "unused on some ranks", "frozen", "unit called twice"], [2]),
         ("checkpoint, re-entrant", 2),
     ],
@@ -123,22 +123,19 @@ def test_micro_batches_add_up_as_in_torch_ddp_with_and_without_no_sync(ranks, na
 @pytest.mark.parametrize(
     "name, world_size",
     [
-        *itertools.product(["tied embedding and head"], [1, 2, 3]),
+        # At N = 3, and with micro-batches, most models against float64.
+        *itertools.product(["tied embedding and head"], [1, 2]),
         *itertools.product(["frozen", "odd sizes", "unused on some ranks"], [2]),
     ],
 )
 def test_clipping_is_torchs_and_its_norm_one_float_everywhere(ranks, name, world_size):
-    loops = [
-        Loop("SGD", steps=2, clip=(0.05, 2.0)),
-        Loop("AdamW", steps=2, clip=(0.02, math.inf)),
-        Loop("SGD", steps=1, clip=(0.05, 2.0), micro_batches=2, no_sync=True),
-    ]
+    loops = [Loop("SGD", steps=2, clip=(0.05, 2.0)), Loop("AdamW", steps=2, clip=(0.02, math.inf))]
     assert agree(ranks(world_size).run(parities, EVERY_MODEL[name], loops))
 
 
 @pytest.mark.parametrize("name, world_size", [("buffers", 2), ("checkpoint", 2), ("order changes", 3)])
 def test_forwards_without_backward_between_the_steps_change_nothing(ranks, name, world_size):
-    loops = [Loop("SGD", evaluate=True), Loop("AdamW", steps=2, evaluate=True, micro_batches=2, no_sync=True)]
+    loops = [Loop("SGD", steps=2, evaluate=True), Loop("AdamW", steps=2, evaluate=True, micro_batches=2, no_sync=True)]
     assert agree(ranks(world_size).run(parities, EVERY_MODEL[name], loops))
 
 
@@ -264,8 +261,9 @@ def test_whole_numbers_come_out_exact_in_any_order_of_summation(ranks, world_siz
 
     def compare() -> list[str]:
         found, loops = [], [Loop("dyadic SGD", micro_batches=4, no_sync=True, watch=False)]
-        if world_size < 8:  # eight ranks take their time
+        if world_size in (2, 3):  # eight ranks take their time, and one has nothing to sum
             loops += [Loop("dyadic SGD"), Loop("dyadic SGD", micro_batches=2)]
+        if world_size == 3:
             loops += [Loop("dyadic SGD", units=units, watch=False) for units in ((), ("blocks.1", "root"))]
         for loop in loops:
             with empties_full_of(7777.0):
@@ -285,7 +283,7 @@ def test_memory_full_of_numbers_that_nobody_wrote_changes_no_gradient_and_no_nor
         with empties_full_of(7777.0):
             return parities(case, loops)
 
-    loops = [Loop("AdamW", clip=(0.05, 2.0)), Loop("SGD", steps=1, clip=(0.05, 2.0), micro_batches=2, no_sync=True)]
+    loops = [Loop("AdamW", steps=2, clip=(0.05, 2.0), micro_batches=2, no_sync=True)]
     assert agree(ranks(3).run(among_empties, EVERY_MODEL[name], loops))
 
 
@@ -303,8 +301,11 @@ def close_to_1e9(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("name", [name for name in EVERY_MODEL | BEYOND_DDP if name not in TWINS])
 def test_in_float64_every_stage_trains_as_one_process_with_the_whole_batch(ranks, name):
     def compare(case: Case, loop: Loop) -> list[str]:
+        buffers = [name for name, _ in build(case, loop).named_buffers()]
         with exactly():
-            whole, buffers = train(case, loop, Alone), [n for n, _ in build(case, loop).named_buffers()]
+            shared = [train(case, loop, Alone) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(shared)
+        (whole,) = shared
         found = []
         for stage, run in each_stage(case, loop).items():
             for step in (*run.steps, *whole.steps):  # buffers are the ranks' own

@@ -8,7 +8,7 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from both_ways import double_tower, fail, failing_backward, momentum, run_twice
+from both_ways import STAGES, double_tower, fail, failing_backward, momentum, run_alone, run_sharded
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from torch import nn
@@ -212,11 +212,11 @@ def test_every_parameter_has_one_place_in_one_unit_whatever_is_tied_or_frozen(en
 
 
 class Training(RuleBasedStateMachine):
-    """Writes a script of what a loop may do, then runs it: alone, and on two ranks at a stage."""
+    """Writes a script of what a loop may do, then runs it: alone, and on two ranks at every stage."""
 
-    def __init__(self, pool: Ranks, stage: int):
+    def __init__(self, pool: Ranks):
         super().__init__()
-        self.pool, self.stage, self.script = pool, stage, []
+        self.pool, self.script = pool, []
         self.waiting = 0  # losses whose backward has not come
         self.unsent = self.saved = False
 
@@ -296,18 +296,25 @@ class Training(RuleBasedStateMachine):
             self.add(act, *args)
         for act in (look_at_gradients, step, look):
             self.add(act)
-        results = self.pool.run(
-            run_twice, partial(perform, self.script), double_tower, momentum, None, stage=self.stage
-        )
-        for _, (notes, state, _), (own_notes, own_state, error) in results:
-            assert error is None, error
-            for own, expected in zip(own_notes, notes, strict=True):
-                same = torch.allclose(own, expected, 1e-9, 1e-9) if isinstance(own, torch.Tensor) else own == expected
-                assert same, f"{own}, alone {expected}"
-            for name in state:
-                torch.testing.assert_close(own_state[name], state[name], rtol=1e-9, atol=1e-9)
-        for name, value in results[0][2][1].items():
-            assert torch.equal(value, results[1][2][1][name]), f"ranks differ in {name}"
+        results = self.pool.run(alone_and_at_each_stage, partial(perform, self.script))
+        for stage in STAGES:
+            for (notes, state, _), at_stage in results:
+                own_notes, own_state, error = at_stage[stage]
+                assert error is None, f"stage {stage}: {error}"
+                for own, expected in zip(own_notes, notes, strict=True):
+                    is_tensor = isinstance(own, torch.Tensor)
+                    same = torch.allclose(own, expected, 1e-9, 1e-9) if is_tensor else own == expected
+                    assert same, f"stage {stage}: {own}, alone {expected}"
+                for name in state:
+                    torch.testing.assert_close(own_state[name], state[name], rtol=1e-9, atol=1e-9)
+            (_, first), (_, second) = results
+            for name, value in first[stage][1].items():
+                assert torch.equal(value, second[stage][1][name]), f"stage {stage}: ranks differ in {name}"
+
+
+def alone_and_at_each_stage(script) -> tuple:
+    _, alone = run_alone(script, double_tower, momentum, None)
+    return alone, [run_sharded(script, double_tower, momentum, None, stage=stage) for stage in STAGES]
 
 
 def perform(script, job) -> None:
@@ -381,7 +388,6 @@ def load(job):
     job.see_output()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_any_training_is_what_it_is_alone(ranks, stage):
+def test_any_training_is_what_it_is_alone(ranks):
     few = settings(FEW, max_examples=10, stateful_step_count=20)
-    run_state_machine_as_test(lambda: Training(ranks(2), stage), settings=few)
+    run_state_machine_as_test(lambda: Training(ranks(2)), settings=few)

@@ -1,15 +1,17 @@
-"""The benchmark's Llama: its block, what its formulas count, and that all systems train it alike from the meta device."""
+"""The benchmark's Llama: its block, what its formulas count, and that systems train it alike from the meta device."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_benchmark import TINY, row
 
 from zero_mini.comparison import llama, scores
 from zero_mini.comparison.llama import LlamaConfig, rotate, rotations
 from zero_mini.comparison.models import make_model, psi_and_flops
+from zero_mini.comparison.one_pass_loss import OnePassLoss, loss_and_gradient
 from zero_mini.comparison.works import BASELINE, WORKS
 
 LLAMA = replace(
@@ -22,7 +24,7 @@ def llama_ddp(ranks) -> dict:
     return row(ranks, "ddp", LLAMA)
 
 
-@pytest.mark.parametrize("change", [{}, {"checkpointing": True}, {"bf16": True}])
+@pytest.mark.parametrize("change", [{}, {"checkpointing": True}, {"one_pass_loss": True}, {"bf16": True}])
 @pytest.mark.parametrize("system", ["zero-1", "zero-3", "fsdp2", BASELINE])
 def test_a_llama_starts_on_the_meta_device_and_trains_as_under_torch_ddp(ranks, llama_ddp, system, change):
     found = row(ranks, system, replace(LLAMA, **change))
@@ -39,7 +41,7 @@ def test_attention_kept_under_checkpointing_changes_nothing(ranks, llama_ddp, sy
 
 @pytest.mark.parametrize("name", [name for name, work in WORKS.items() if isinstance(work.config, LlamaConfig)])
 def test_the_formulas_of_a_llama_count_what_the_model_has(name):
-    work = WORKS[name]
+    work = replace(WORKS[name], compiled=False, fused_loss=False)
     model = make_model(work, torch.device("cpu"))  # on the meta device
     sizes = {name: param.numel() for name, param in model.named_parameters()}
     psi, flops = psi_and_flops(work)
@@ -78,3 +80,21 @@ def test_a_product_of_rotated_vectors_depends_on_their_distance_alone():
         diagonal = products.diagonal(distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
     assert abs(products[3, 1] - products[3, 2]) > 1e-3
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_one_pass_loss_has_the_value_and_the_gradients_of_autograd(autocast):
+    x, weight, targets = torch.randn(10, 8), torch.randn(40, 8), torch.randint(40, (10,))
+    results = []
+    for function in (
+        lambda x, weight: OnePassLoss.apply(x, weight, targets, 3, loss_and_gradient),
+        lambda x, weight: F.cross_entropy(F.linear(x, weight).float(), targets),
+    ):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = function(*leaves)
+        (3 * loss).backward()
+        results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    tolerance = 0.02 if autocast else 1e-5
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)

@@ -10,6 +10,7 @@ import pytest
 
 from zero_mini.course import judge as package
 from zero_mini.course.judge import judge, mark_of
+from zero_mini.course.judge.__main__ import main
 from zero_mini.course.judge.checks import checks
 from zero_mini.course.judge.trial import NAMES
 from zero_mini.course.my_zero import begin, definitions, keep, solution
@@ -131,13 +132,20 @@ def test_a_file_is_graded_in_a_folder_of_its_own_and_the_report_is_json(tmp_path
 
 
 @pytest.mark.parametrize("text, named", [("x = 1", "DDP"), ("class DDP(:", "invalid syntax"), (None, "No such file")])
-def test_a_file_without_a_stage_is_refused_in_one_line(text, named, tmp_path):
+def test_a_file_without_a_stage_is_refused_in_one_line(text, named, tmp_path, monkeypatch, capsys):
     path = tmp_path / "my_zero.py"
     if text is not None:
         path.write_text(text)
-    command = [sys.executable, "-m", "zero_mini.course.judge", str(path)]
+    monkeypatch.setattr(sys, "argv", ["judge", str(path)])
+    assert main() == 2
+    said = capsys.readouterr().err
+    assert named in said and len(said.splitlines()) == 1
+
+
+def test_make_grade_s_command_has_a_status(tmp_path):
+    command = [sys.executable, "-m", "zero_mini.course.judge", str(tmp_path / "none.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) == 1
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("lesson", range(1, 5))

@@ -22,6 +22,7 @@ from zero_mini.course.plots import (
     peaks,
     per_parameter,
     sent,
+    simulated,
     states,
     steps,
     tradeoff,
@@ -482,6 +483,18 @@ def test_a_peak_is_cut_into_its_parts():
     assert bars == [(0, 20), (20, 22), (42, 3), (0, 20), (20, 5), (0, 20), (20, 22), (42, 3)]
     assert {"stage 0", "stage 3", "all kept", "again", "45.0", "25.0", "states", "gradients"} <= set(texts(figure))
     assert len({bar.get_facecolor() for bar in axes.patches}) == 4
+
+
+def test_what_a_simulated_rank_held_lies_on_the_papers_bars():
+    given = {0: (16e9, 18e9), 1: (4.2e9, 5e9), 2: None}
+    figure = simulated.draw_simulated(given, 1e9, 64, 2, "invented")
+    check_layout(figure)
+    (axes,) = figure.axes
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches][2::3]
+    assert ends == pytest.approx([16, 4 + 12 / 64, 2 + 14 / 64])
+    marks = [(mark.get_marker(), *mark.get_xydata()[0]) for mark in axes.lines]
+    assert marks == [("o", 16, 0.5), ("^", 18, 0.5), ("o", 4.2, 1.5), ("^", 5, 1.5)]
+    assert {"out of memory", "paper 16.0", "states 4.20, peak 5.00"} <= set(texts(figure))
 
 
 def test_a_dot_s_name_stands_to_its_left_where_another_dot_is_in_the_way():

@@ -3,6 +3,7 @@
 benchmark.py  the command, and the record of optimizations that were tried
 works.py      the models and batches to train
 llama.py      a Llama, beside the trainer's GPT-2
+one_pass_loss.py  its loss, with gradients computed along with it
 models.py     a work's model, before a system wraps it
 systems.py    the systems that train it: this package's stages, and the list of all
 peers.py      torch's DDP and FSDP2, DeepSpeed

@@ -15,8 +15,8 @@ Model:  embed[tokens] -> L blocks -> norm -> logits = x @ head^T
               norms      2 d
 
 Logits are as large as many blocks' activations (V is 100 d in small models), so the loss is computed for a chunk of
-the tokens at a time, and again in backward. `loss_of_chunk` is an attribute so that it can be compiled: the fp32
-logits of a chunk are then never stored.
+the tokens at a time, and again in backward (or once: one_pass_loss.py). What computes a chunk is an attribute so that
+it can be compiled: the fp32 logits of a chunk are then never stored.
 
 Shapes: B sequences, T tokens in each, d channels, h heads of d / h channels, V vocabulary.
 
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from zero_mini.activations.checkpointing import checkpoint
 from zero_mini.activations.chunked_loss import cross_entropy
+from zero_mini.comparison.one_pass_loss import OnePassLoss, loss_and_gradient
 
 ROPE_BASE = 10_000
 
@@ -135,9 +136,10 @@ class Llama(nn.Module):
     Its parameters have no values of use until `init_weight` gave them some: build it on the meta device or elsewhere.
     """
 
-    def __init__(self, config: LlamaConfig, loss_chunks: int = 1) -> None:
+    def __init__(self, config: LlamaConfig, loss_chunks: int = 1, one_pass_loss: bool = False) -> None:
         super().__init__()
-        self.config, self.loss_chunks, self.loss_of_chunk = config, loss_chunks, cross_entropy
+        self.config, self.loss_chunks = config, loss_chunks
+        self.loss_of_chunk, self.one_pass = cross_entropy, loss_and_gradient if one_pass_loss else None
         self.embed = nn.Embedding(config.vocab, config.d)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.L))
         self.norm = nn.RMSNorm(config.d, eps=1e-6)
@@ -153,7 +155,10 @@ class Llama(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The mean cross entropy of (B, T, d) against (B, T), a chunk of the tokens at a time."""
         weight = (self.embed if self.head is None else self.head).weight
-        parts = zip(x.flatten(0, 1).chunk(self.loss_chunks), targets.flatten().chunk(self.loss_chunks))
+        x, targets = x.flatten(0, 1), targets.flatten()
+        if self.one_pass is not None:
+            return OnePassLoss.apply(x, weight, targets, self.loss_chunks, self.one_pass)
+        parts = zip(x.chunk(self.loss_chunks), targets.chunk(self.loss_chunks))
         sums = [checkpoint(self.loss_of_chunk, x_part, weight, y_part, "sum") for x_part, y_part in parts]
         return torch.stack(sums).sum() / targets.numel()
 

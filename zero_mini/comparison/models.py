@@ -31,7 +31,7 @@ def make_model(work: Work, device: torch.device, checkpointed: Callable | None =
     torch.manual_seed(0)
     if isinstance(work.config, llama.LlamaConfig):
         with torch.device("meta"):
-            model = llama.Llama(work.config, work.loss_chunks)
+            model = llama.Llama(work.config, work.loss_chunks, work.one_pass_loss)
     else:
         with device:
             model = gpt.GPT(work.config, work.loss_chunks)
@@ -40,7 +40,8 @@ def make_model(work: Work, device: torch.device, checkpointed: Callable | None =
 
         config.recompile_limit = 64  # all blocks share one code object, which is compiled again for each shape
     if work.fused_loss:
-        compile_method(model, "loss_of_chunk" if hasattr(model, "loss_of_chunk") else "loss")
+        of_llama = "one_pass" if work.one_pass_loss else "loss_of_chunk"
+        compile_method(model, of_llama if isinstance(model, llama.Llama) else "loss")
     in_parts = work.checkpointing and isinstance(model, llama.Llama)
     for block in model.blocks:
         for name in ("before_attention", "before_last_product") if in_parts else ("forward",):

@@ -14,7 +14,7 @@ Of other people's works, with the numbers that they publish for N GPUs: "Qwen2.5
 Left out: reading data, accumulation over micro-batches, schedules: they are the same for all systems.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -77,6 +77,7 @@ class Work:
     compiled: bool = False  # a block's forward and backward are compiled by torch
     fused_loss: bool = False  # the code from the last norm to the loss is compiled too: fp32 logits are never stored
     loss_chunks: int = 1  # parts of the tokens whose logits exist at a time
+    one_pass_loss: bool = False  # of a Llama: gradients of the logits along with the loss
     lr: float = 1e-4
     gate_steps: int = 10  # whose losses are compared
     timed_steps: int = 12
@@ -89,6 +90,9 @@ class Work:
 
 
 QWEN = LlamaConfig(L=28, d=1536, heads=12, kv_heads=2, ffn=8960, vocab=151_936, T=1024, tied=True)
+QWEN_WORK = Work(
+    *("Qwen2.5-1.5B shape", QWEN, 16, COMPILED), compiled=True, fused_loss=True, loss_chunks=4, short_steps=0
+)
 BOARD = LlamaConfig(L=34, d=4096, heads=32, kv_heads=32, ffn=11008, vocab=151_936, T=32_768)
 CPU_CONFIG = GPTConfig(L=4, d=256, heads=4, vocab=256, T=128)
 
@@ -109,7 +113,8 @@ WORKS = {
         Work("1.5B compiled", PRESETS["1.5B"], 8, COMPILED, compiled=True),
         Work("1.5B compiled batch 16", PRESETS["1.5B"], 16, COMPILED, compiled=True, fused_loss=True),
         Work("1.5B offload", PRESETS["1.5B"], 8, OFFLOADED),
-        Work("Qwen2.5-1.5B shape", QWEN, 16, COMPILED, compiled=True, fused_loss=True, loss_chunks=4),
+        QWEN_WORK,
+        replace(QWEN_WORK, name="Qwen2.5-1.5B shape, one-pass loss", one_pass_loss=True),
         Work(
             "CS336 board",
             BOARD,

@@ -10,6 +10,7 @@ where it happened.
 """
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Meter:
         self.is_cuda, self.recorder = device.type == "cuda", None if device.type == "cuda" else Recorder()
 
     def __enter__(self) -> "Meter":
+        gc.collect()  # a handle that is gone leaves cycles, which hold its memory
         if self.is_cuda:
             torch.cuda.empty_cache()
             self.before = torch.cuda.memory_allocated()

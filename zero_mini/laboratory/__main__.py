@@ -1,0 +1,109 @@
+"""Run every experiment, write measured/myths.json, and print the table: claim, experiment, number, verdict.
+
+    python -m zero_mini.laboratory            `make myths`: five minutes or more on two CPU cores
+    python -m zero_mini.laboratory --table    the table of the record that is there, as docs/facts.md has it
+
+An experiment is a function of this package that runs on 2 or 4 ranks, on the CPU. A row of the table is a function of
+the numbers: where they say otherwise, the verdict is another one.
+"""
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+
+import torch
+from tabulate import tabulate
+
+from zero_mini.course.lesson import recorded
+from zero_mini.course.ranks import Ranks
+from zero_mini.laboratory import balance, claims, compression, deferred, sampling, server, sparse
+from zero_mini.laboratory.rows import rows
+
+EXPERIMENTS: dict[str, tuple[int, Callable, dict]] = {  # name -> (ranks, function, arguments)
+    "servers, N = 2": (2, server.compare_servers, {}),
+    "staleness": (2, server.compare_staleness, {}),
+    "accumulation": (2, deferred.compare_accumulation, {}),
+    "densities": (2, sparse.compare_densities, {}),
+    "break-even": (2, sparse.break_even, {}),
+    "embedding": (2, sparse.exchange_embedding, {}),
+    "codecs": (2, compression.compare_codecs, {}),
+    "tensors": (2, compression.compare_tensors, {}),
+    "samples": (2, sampling.compare_samples, {}),
+    "samplers": (2, balance.compare_samplers, {}),
+    "accuracy, N = 2": (2, claims.accuracy_and_speed, {}),
+    "traffic": (2, claims.traffic_and_time, {}),
+    "work": (2, claims.work_of_a_rank, {}),
+    "optimizers": (2, claims.optimizers, {}),
+    "peaks": (2, claims.peaks, {}),
+    "servers, N = 4": (4, server.compare_servers, {}),
+    "memory of servers": (4, server.compare_memory, {}),
+    "asynchronous": (4, server.asynchronous_gap, {}),
+    "shards": (4, balance.compare_shards, {}),
+    "tokens": (4, balance.compare_tokens, {}),
+    "accuracy, N = 4": (4, claims.accuracy_and_speed, {"seeds": 1}),
+    "memory": (4, claims.memory_by_ranks, {}),
+}
+BLOCK = 10  # steps whose losses are averaged in the record
+
+
+def merge(results: list) -> object:
+    """What the ranks returned -> one result: losses averaged over ranks and `BLOCK` steps, the rest is rank 0's.
+
+    >>> merge([{"losses": [1.0] * 20, "bytes": 3}, {"losses": [2.0] * 20, "bytes": 4}])
+    {'losses': [1.5, 1.5], 'bytes': 3}
+    """
+    first = results[0]
+    if isinstance(first, dict):
+        return {key: merge([result[key] for result in results]) for key in first}
+    if isinstance(first, list):
+        steps = [mean(losses) for losses in zip(*results)]
+        return [mean(steps[i : i + BLOCK]) for i in range(0, len(steps), BLOCK)]
+    return first
+
+
+def measure() -> dict[str, object]:
+    """The result of each experiment, by its name."""
+    results = {}
+    for N in sorted({N for N, _, _ in EXPERIMENTS.values()}):
+        with Ranks(N, timeout_s=600, backend="gloo", device="cpu") as ranks:
+            for name, (wanted, function, arguments) in EXPERIMENTS.items():
+                if wanted == N:
+                    print(f"{name} on {N} ranks", flush=True)
+                    results[name] = merge(ranks.run(function, **arguments))
+    return {name: results[name] for name in EXPERIMENTS}
+
+
+def machine() -> dict[str, object]:
+    """What the times depend on."""
+    return {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count(), "backend": "gloo"}
+
+
+def table(results: dict, to_read: bool = True) -> str:
+    """Claim, experiment, number, verdict: to read on a screen, or in GitHub's format."""
+    if to_read:
+        return tabulate(rows(results), headers="keys", tablefmt="grid", maxcolwidths=[26, 34, 46, 34])
+    lines = [("claim", "experiment", "number", "verdict"), 4 * ("---",), *(row.values() for row in rows(results))]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--table", action="store_true", help="print the table of the record, and run nothing")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "measured" / "myths.json")
+    options = parser.parse_args()
+    if options.table:
+        record = recorded("myths")
+    else:
+        results = measure()
+        record = {"machine": machine(), "myths": {"results": results, "rows": rows(results)}}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(table(record["myths"]["results"], to_read=not options.table))
+
+
+if __name__ == "__main__":
+    main()
