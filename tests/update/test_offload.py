@@ -18,10 +18,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from forked import Forked
 from models import ZOO
 from parity import CastDDP, Loop, TorchDDP, agree, parity
 from says import tells
-from test_train_gpt import SCRIPT, TINY, finish, refusal, said, start
+from test_train_gpt import REPOSITORY, SCRIPT, TINY, finish, refusal, said, start
 from torch import nn
 
 from zero_mini.checkpoint.sharded import Checkpoints, load
@@ -572,17 +573,18 @@ def test_the_folder_says_what_it_holds_and_is_empty_afterwards(ranks, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_job_left_is_removed_by_the_next(alone, capsys, tmp_path):
+def test_what_a_killed_job_left_is_removed_by_the_next(alone, capsys, tmp_path, tmp_path_factory):
     arguments = [*TINY, "--offload", str(tmp_path)]
-    job = start([sys.executable, SCRIPT, *arguments, "--steps", "100000"])
+    said_by_job = tmp_path_factory.mktemp("job")
+    job = Forked(said_by_job, REPOSITORY / SCRIPT, *arguments, "--steps", "100000")
     second_generation = tmp_path / "states-of-rank-0" / "1.1"
     deadline = time.monotonic() + 60
     while not second_generation.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     refused = refusal(capsys, *arguments, "--steps", "1")
     dist.destroy_process_group()
-    job.kill()
-    job.communicate()
+    job.process.kill()
+    job.finish()
     assert str(tmp_path) in refused
     assert second_generation.exists()
     main([*arguments, "--steps", "1"])
