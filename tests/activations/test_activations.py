@@ -775,14 +775,15 @@ def test_a_gpt_trains_as_without_it():
 def compared(stage: int) -> list[str]:
     """What differs from training without checkpointing, in words.
 
-    On two ranks every preparation in a plain loop, and two of them, others at each stage, in loops of other kinds and
-    on other numbers of ranks. At stage 3, whose ledger changes with the units, all of them with larger ones.
+    On two ranks at stages 2 and 3 every preparation in a plain loop; two of them, others at each stage, at stages 0 and
+    1, in loops of other kinds and on other numbers of ranks. At stage 3, whose ledger changes with the units, all of
+    them with larger ones.
     """
     found = []
     runs = [(name, prepare, False) for name, prepare in PREPARATIONS.items()]
     runs += [("after zeroify()", checkpoint_blocks, True)]
     two = [runs[(2 * stage + index) % len(runs)] for index in range(2)]
-    loops = [({}, runs if dist.get_world_size() == 2 else two)]
+    loops = [({}, runs if stage >= 2 and dist.get_world_size() == 2 else two)]
     if dist.get_world_size() == 2:
         loops += [({"merge": 5000}, runs if stage == 3 else two)]
         loops += [({"micro_batches": 2}, two), ({"dtype": torch.bfloat16}, two)]
