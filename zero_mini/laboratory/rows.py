@@ -150,9 +150,9 @@ def claims(r: dict) -> list[Row]:
             judged(bool(adafactor["refused"]) and adafactor["gap"] > 1e-3, "only those that update each element alone"),
             [
                 bars(
-                    "stage 2 after 3 steps, gap to torch DDP",
+                    "after 3 steps, gap to torch DDP",
                     "",
-                    {name: r["optimizers"][name]["gap"] for name in ("AdamW", "Adafactor")},
+                    {f"stage 2, {name}": r["optimizers"][name]["gap"] for name in ("AdamW", "Adafactor")},
                 )
             ],
         ),
