@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import runs
+import scaling
 
 from zero_mini.course.lesson import recorded
 from zero_mini.course.plots import (
@@ -26,13 +27,19 @@ from zero_mini.course.plots import (
     moments,
     ownership,
     sent,
+    simulated,
     states,
     steps,
 )
 from zero_mini.course.plots import speed as speeds
-from zero_mini.course.plots.palette import GRADIENTS
+from zero_mini.course.plots.frame import spread
+from zero_mini.course.plots.lines import draw_lines
+from zero_mini.course.plots.palette import GRADIENTS, INK, OPTIMIZER
 from zero_mini.course.plots.wire_time import draw_wire_time
 from zero_mini.course.plots.wire_time import from_measured as wire_times
+from zero_mini.wire.fit import fit
+from zero_mini.wire.ledger import Call
+from zero_mini.wire.throttled import SlowLink
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -148,7 +155,105 @@ def losses_of_a_bug(optimizer: str) -> Figure:
     return figure
 
 
+def alpha_and_beta() -> Figure:
+    """Dots measured, lines fitted; each line's name with its two numbers."""
+    halves = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
+    lines, dots = {}, {}
+    for kind, us in recorded("collectives")["collectives"]["us"].items():
+        points = {halves[kind] * int(nbytes) / 2: 1e-6 * t for nbytes, t in us.items()}
+        found = fit(points)
+        name = f"{kind}\n{1e6 * found.alpha_s:.0f} us, {found.bytes_per_s / 1e9:.0f} GB/s"
+        lines[name] = {2.0**k: 1e6 * found.seconds(2.0**k) for k in range(9, 31)}
+        dots[name] = {nbytes: 1e6 * t for nbytes, t in points.items()}
+    return lined(lines, dots, "bytes that a rank sends", "microseconds", log="xy", line_in=0.42)
+
+
+def lined(lines: dict, dots: dict, across: str, up: str, log: str = "", low: float = 0.0, line_in: float = 0.25):
+    """draw_lines for a slide: larger letters, and names at the right so far apart as these need."""
+    figure = draw_lines(lines, dots, "", "", across, up, log, low)
+    (axes,) = figure.axes
+    names = [text for text in axes.texts if text.get_transform() == axes.transAxes]
+    height_in = axes.get_position().height * figure.get_size_inches()[1]
+    places = spread([text.get_position()[1] for text in names], line_in / height_in)
+    above = max(0.0, max(places) + line_in / height_in / 2 - 1.05)
+    for text, y in zip(names, places):
+        text.set_y(y - above)
+    return bare(figure, 1.35)
+
+
+def when_it_hides() -> Figure:
+    """A step over the slow link: the longer of two lines, and somewhat more."""
+    blocks_ms = (0, 2, 4, 6, 8, 10, 12, 14, 16)
+    wire = (3 * runs.BLOCKS - 2) * runs.WIRE_MS
+    lines = {
+        "wire + computing": {ms: wire + 3 * runs.BLOCKS * ms for ms in blocks_ms},
+        "computing": {ms: 3 * runs.BLOCKS * ms for ms in blocks_ms},
+        "wire": {ms: wire for ms in blocks_ms},
+    }
+    taken = {ms: step for ms, (_, step) in zip(blocks_ms, runs.steps_on_a_slow_link(*blocks_ms))}
+    return lined(lines, {"stage 3": taken}, "ms that a block computes in forward", "ms a step")
+
+
+def what_never_hides() -> Figure:
+    ((spans, ms),) = runs.steps_on_a_slow_link(8)
+    return bare(gantt.draw_gantt(spans, until=ms), 1.1)
+
+
+def latency_of_many_ranks() -> Figure:
+    """By formula: an all-reduce of a block of 60 MB."""
+    link, block = SlowLink(latency_s=5e-6, bytes_per_s=25e9), Call("all_reduce", "a block", 30_000_000, 2)
+    counts = [2**k for k in range(1, 13)]
+    bytes_alone = {n: 1e3 * SlowLink(bytes_per_s=link.bytes_per_s).seconds(block, n) for n in counts}
+    lines = {
+        "ring": {n: 1e3 * link.seconds(block, n) for n in counts},
+        "halving and\ndoubling": {n: bytes_alone[n] + 2e3 * link.latency_s * (n.bit_length() - 1) for n in counts},
+        "bytes alone": bytes_alone,
+    }
+    return lined(lines, {}, "N", "ms", log="x", line_in=0.3)
+
+
+def speed_of_each_gpu() -> Figure:
+    counts = (64, 96, 128, 192, 256, 320, 400, 512, 640, 800, 1024, 1600, 2048, 3200, 4096)
+    gpus, _, measured = scaling.PAPER
+    lines = {
+        "memory decides": {n: scaling.tflops(n, scaling.batch(n)) for n in counts},
+        f"at most {scaling.MOST:,}\nsequences": {
+            n: scaling.tflops(n, scaling.MOST // (n // 16)) for n in counts if n >= gpus
+        },
+    }
+    return lined(lines, {"paper": {gpus: measured}}, "GPUs", "TFLOP/s of each GPU", log="x", low=24, line_in=0.3)
+
+
+def figure_1_measured() -> Figure:
+    return bare(simulated.draw_simulated(**simulated.from_measured(recorded("figure1"))), 1.05)
+
+
+def losses_of(experiment: str, *names: str) -> Figure:
+    """Of the record of `make myths`, each a mean of ten steps: the first in ink, then green and orange."""
+    results = recorded("myths")["myths"]["results"][experiment]
+    curve = {name: [(10 * at, loss) for at, loss in enumerate(results[name]["losses"], 1)] for name in names}
+    return colours_apart(curve)
+
+
+def losses_of_stale_gradients() -> Figure:
+    results = recorded("myths")["myths"]["results"]["staleness"]
+    names = "staleness 0", "staleness 1", "staleness 2"
+    return colours_apart({name: [(10 * at, loss) for at, loss in enumerate(results[name], 1)] for name in names})
+
+
+def colours_apart(curve: dict[str, list[tuple[int, float]]]) -> Figure:
+    figure = bare(curves.draw_curves(curve, colours=dict(zip(curve, (INK, OPTIMIZER, GRADIENTS)))), 1.35)
+    for axes in figure.axes:
+        names = [text for text in axes.texts if text.get_text().strip()]
+        low, high = axes.get_ylim()
+        height_in = axes.get_position().height * figure.get_size_inches()[1]
+        for text, y in zip(names, spread([text.get_position()[1] for text in names], 0.24 / height_in * (high - low))):
+            text.set_y(y)
+    return figure
+
+
 RUN = "slides/runs.py: a small GPT on 2 CPU ranks"
+CLOCK = "slides/runs.py: 8 blocks on 2 CPU ranks, over a link whose clock is counted"
 CALCULATED = "zero_mini/memory/formulas.py: the paper's formulas"
 FIGURES: dict[str, Picture] = {
     "reduce-scatter": Picture(partial(ring, "reduce_scatter"), "zero_mini/course/plots/steps.py"),
@@ -175,4 +280,14 @@ FIGURES: dict[str, Picture] = {
     "checkpointing": Picture(activations_kept_and_not, RUN),
     "bug-adamw": Picture(partial(losses_of_a_bug, "AdamW"), RUN),
     "bug-sgd": Picture(partial(losses_of_a_bug, "SGD"), RUN),
+    "alpha-beta": Picture(alpha_and_beta, "collectives"),
+    "hides": Picture(when_it_hides, CLOCK),
+    "never-hides": Picture(what_never_hides, CLOCK),
+    "latency": Picture(latency_of_many_ranks, "zero_mini/wire/throttled.py: 5 us a step, 25 GB/s, assumed"),
+    "superlinear": Picture(speed_of_each_gpu, "slides/scaling.py: a model"),
+    "figure1": Picture(figure_1_measured, "figure1"),
+    "stale": Picture(losses_of_stale_gradients, "myths"),
+    "top-k": Picture(partial(losses_of, "densities", "all-reduce", "top 1.0%, feedback", "top 1.0%"), "myths"),
+    "one-bit": Picture(partial(losses_of, "codecs", "all-reduce", "1 bit, feedback", "1 bit"), "myths"),
+    "samples": Picture(partial(losses_of, "samples", "torch DDP", "p = 0.5, adaptive", "p = 0.1, as it is"), "myths"),
 }

@@ -1,19 +1,23 @@
 """What the package says when something is wrong, word for word: each function makes the mistake on two CPU ranks.
 
+At the end are tables that are calculated or counted: nobody types their numbers.
+
 Left out: line numbers and paths in tracebacks, which are those of the machine that builds the slides.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 import time
 from collections.abc import Callable
 from functools import cache
 
+import scaling
 import torch
 import torch.distributed as dist
-from runs import CONFIG, N, model_and_batch
+from runs import CONFIG, N, first_losses, model_and_batch
 from torch import nn
 
 from zero_mini.course.ranks import RankError, Ranks
@@ -180,3 +184,27 @@ TEN = (
     "the second gather of stage 3 is left out",
     "the slot is not waited for",
 )
+
+
+def more_than_linear() -> str:
+    """The model of scaling.py, for the paper's numbers of GPUs and more."""
+    counts = (64, 128, 256, 400, 1024, 4096)
+    base = 64 * scaling.tflops(64, scaling.batch(64))
+    rows = ["GPUs    states   sequences    wire       each GPU   all, over 64 GPUs"]
+    for gpus in counts:
+        sequences, wire = scaling.batch(gpus), scaling.wire_seconds(gpus)
+        each = scaling.tflops(gpus, sequences)
+        rows.append(
+            f"{gpus:4}   {scaling.states_GB(gpus):4.1f} GB   {sequences:9}   {wire:3.1f} s   "
+            f"{each:4.1f} TFLOP/s   {gpus * each / base:5.2f}, linear {gpus / 64:g}"
+        )
+    return "\n".join(rows)
+
+
+def trap() -> str:
+    """First losses that are true, and one that only looks true."""
+    found = first_losses()
+    rows = [f"{'':22}   first loss   states of the rank", f"{'ln V':22}   {math.log(CONFIG.vocab):10.6f}"]
+    for name, (loss, nbytes) in found.items():
+        rows.append(f"{name:22}   {loss:10.6f}" + (f"   {nbytes:,} bytes" if nbytes else ""))
+    return "\n".join(rows)
