@@ -235,9 +235,10 @@ def number(path: str, form: str) -> tuple[str, str]:
 
 
 def source(name: str, machine: dict) -> str:
-    on = f"{machine['cores']} CPU cores"
     if "card" in machine:
         on = f"{machine['cards']} x {machine['card'].removeprefix('NVIDIA ')}"
+    else:
+        on = f"{machine['cores']} CPU cores"
     return f"zero_mini/measured/{name}.json: {on}, torch {machine['torch'].partition('+')[0]}"
 
 
