@@ -34,7 +34,7 @@ from zero_mini.course.plots import (
 from zero_mini.course.plots import speed as speeds
 from zero_mini.course.plots.frame import spread
 from zero_mini.course.plots.lines import draw_lines
-from zero_mini.course.plots.palette import GRADIENTS, INK, OPTIMIZER
+from zero_mini.course.plots.palette import FAINT, GRADIENTS, INK, OPTIMIZER
 from zero_mini.course.plots.wire_time import draw_wire_time
 from zero_mini.course.plots.wire_time import from_measured as wire_times
 from zero_mini.wire.fit import fit
@@ -196,7 +196,7 @@ def when_it_hides() -> Figure:
 
 def what_never_hides() -> Figure:
     ((spans, ms),) = runs.steps_on_a_slow_link(8)
-    return bare(gantt.draw_gantt(spans, until=ms), 1.1)
+    return bare(gantt.draw_gantt(spans, until=ms))
 
 
 def latency_of_many_ranks() -> Figure:
@@ -225,7 +225,10 @@ def speed_of_each_gpu() -> Figure:
 
 
 def figure_1_measured() -> Figure:
-    return bare(simulated.draw_simulated(**simulated.from_measured(recorded("figure1"))), 1.05)
+    figure = bare(simulated.draw_simulated(**simulated.from_measured(recorded("figure1"))), 1.05)
+    axes = figure.axes[0]
+    axes.set_xlabel("GB (1e9 bytes)", fontsize=8.4, color=FAINT)
+    return figure
 
 
 def losses_of(experiment: str, *names: str) -> Figure:
@@ -242,7 +245,7 @@ def losses_of_stale_gradients() -> Figure:
 
 
 def colours_apart(curve: dict[str, list[tuple[int, float]]]) -> Figure:
-    figure = bare(curves.draw_curves(curve, colours=dict(zip(curve, (INK, OPTIMIZER, GRADIENTS)))), 1.35)
+    figure = bare(curves.draw_curves(curve, colours=dict(zip(curve, (INK, OPTIMIZER, GRADIENTS)))), 1.45)
     for axes in figure.axes:
         names = [text for text in axes.texts if text.get_text().strip()]
         low, high = axes.get_ylim()
