@@ -12,17 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import log2
 from typing import TYPE_CHECKING
 
 import runs
-import scaling
 
+from zero_mini.comm import Call
+from zero_mini.course import scaling
 from zero_mini.course.lesson import recorded
 from zero_mini.course.plots import (
     calculator,
     curves,
     exponents,
     gantt,
+    lines,
     loss_scales,
     moments,
     ownership,
@@ -33,12 +36,10 @@ from zero_mini.course.plots import (
 )
 from zero_mini.course.plots import speed as speeds
 from zero_mini.course.plots.frame import spread
-from zero_mini.course.plots.lines import draw_lines
 from zero_mini.course.plots.palette import FAINT, GRADIENTS, INK, OPTIMIZER
 from zero_mini.course.plots.wire_time import draw_wire_time
 from zero_mini.course.plots.wire_time import from_measured as wire_times
 from zero_mini.wire.fit import fit
-from zero_mini.wire.ledger import Call
 from zero_mini.wire.throttled import SlowLink
 
 if TYPE_CHECKING:
@@ -155,22 +156,54 @@ def losses_of_a_bug(optimizer: str) -> Figure:
     return figure
 
 
-def alpha_and_beta() -> Figure:
-    """Dots measured, lines fitted; each line's name with its two numbers."""
+def fitted() -> Figure:
+    """Times of collectives, and the line of each: bytes that a rank sends, microseconds."""
     halves = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
-    lines, dots = {}, {}
-    for kind, us in recorded("collectives")["collectives"]["us"].items():
-        points = {halves[kind] * int(nbytes) / 2: 1e-6 * t for nbytes, t in us.items()}
-        found = fit(points)
-        name = f"{kind}\n{1e6 * found.alpha_s:.0f} us, {found.bytes_per_s / 1e9:.0f} GB/s"
-        lines[name] = {2.0**k: 1e6 * found.seconds(2.0**k) for k in range(9, 31)}
-        dots[name] = {nbytes: 1e6 * t for nbytes, t in points.items()}
-    return lined(lines, dots, "bytes that a rank sends", "microseconds", log="xy", line_in=0.42)
+    us = recorded("collectives")["collectives"]["us"]
+    dots = {kind: {halves[kind] * int(nbytes) / 2: t for nbytes, t in of.items()} for kind, of in us.items()}
+    found = {kind: fit(of) for kind, of in dots.items()}
+    sizes = [2.0**k for k in range(9, 31)]
+    curves = {kind: {x: line.seconds(x) for x in sizes} for kind, line in found.items()}
+    return bare(lines.draw_lines(curves, dots, "", "", "bytes that a rank sends", "microseconds", log="xy"), 1.3)
 
 
-def lined(lines: dict, dots: dict, across: str, up: str, log: str = "", low: float = 0.0, line_in: float = 0.25):
+def buckets() -> Figure:
+    """When equal gradients have arrived that become ready in 100 ms and take 100 ms on the wire; a call takes 5."""
+
+    def arrived_ms(count: int) -> float:
+        end = 0.0
+        for number in range(1, count + 1):
+            end = max(end, 100 * number / count) + 5 + 100 / count
+        return end
+
+    curve = {count: arrived_ms(count) for count in (1, 2, 4, 8, 16, 32, 64)}
+    return bare(lines.draw_lines({"arrived": curve}, {"arrived": curve}, "", "", "buckets", "ms", log="x"), 1.3)
+
+
+def of_1024_ranks() -> Figure:
+    """An all-reduce in a ring, and by halving and doubling, which has fewer steps and sends the same bytes."""
+    link, N = SlowLink(latency_s=5e-6, bytes_per_s=25e9), 1024
+    ring_ms = {4.0 * n: 1e3 * link.seconds(Call("all_reduce", "", n, 4), N) for n in (10**k for k in range(3, 10))}
+    fewer_ms = 2e3 * (N - 1 - log2(N)) * link.latency_s
+    ways = {"ring": ring_ms, "halving and\ndoubling": {x: ms - fewer_ms for x, ms in ring_ms.items()}}
+    return bare(lines.draw_lines(ways, {}, "", "", "bytes of the buffer", "ms", log="xy"), 1.3)
+
+
+def more_than_linear() -> Figure:
+    counts = 64, 96, 128, 192, 256, 320, 400, 512, 640, 800, 1024, 1600, 2048, 3200, 4096
+    ways = {
+        "memory decides": {gpus: scaling.tflops(gpus, scaling.batch(gpus)) for gpus in counts},
+        "at most 1,600\nsequences": {
+            gpus: scaling.tflops(gpus, 1600 // (gpus // 16)) for gpus in counts if gpus >= 400
+        },
+    }
+    paper = {"paper": {400: scaling.TFLOPS_400}}
+    return bare(lines.draw_lines(ways, paper, "", "", "GPUs", "TFLOP/s of each GPU", log="x", low=24.0), 1.3)
+
+
+def lined(formula: dict, dots: dict, across: str, up: str, log: str = "", low: float = 0.0, line_in: float = 0.25):
     """draw_lines for a slide: larger letters, and names at the right so far apart as these need."""
-    figure = draw_lines(lines, dots, "", "", across, up, log, low)
+    figure = lines.draw_lines(formula, dots, "", "", across, up, log, low)
     (axes,) = figure.axes
     names = [text for text in axes.texts if text.get_transform() == axes.transAxes]
     height_in = axes.get_position().height * figure.get_size_inches()[1]
@@ -185,43 +218,18 @@ def when_it_hides() -> Figure:
     """A step over the slow link: the longer of two lines, and somewhat more."""
     blocks_ms = (0, 2, 4, 6, 8, 10, 12, 14, 16)
     wire = (3 * runs.BLOCKS - 2) * runs.WIRE_MS
-    lines = {
+    formula = {
         "wire + computing": {ms: wire + 3 * runs.BLOCKS * ms for ms in blocks_ms},
         "computing": {ms: 3 * runs.BLOCKS * ms for ms in blocks_ms},
         "wire": {ms: wire for ms in blocks_ms},
     }
     taken = {ms: step for ms, (_, step) in zip(blocks_ms, runs.steps_on_a_slow_link(*blocks_ms))}
-    return lined(lines, {"stage 3": taken}, "ms that a block computes in forward", "ms a step")
+    return lined(formula, {"stage 3": taken}, "ms that a block computes in forward", "ms a step")
 
 
 def what_never_hides() -> Figure:
     ((spans, ms),) = runs.steps_on_a_slow_link(8)
     return bare(gantt.draw_gantt(spans, until=ms))
-
-
-def latency_of_many_ranks() -> Figure:
-    """By formula: an all-reduce of a block of 60 MB."""
-    link, block = SlowLink(latency_s=5e-6, bytes_per_s=25e9), Call("all_reduce", "a block", 30_000_000, 2)
-    counts = [2**k for k in range(1, 13)]
-    bytes_alone = {n: 1e3 * SlowLink(bytes_per_s=link.bytes_per_s).seconds(block, n) for n in counts}
-    lines = {
-        "ring": {n: 1e3 * link.seconds(block, n) for n in counts},
-        "halving and\ndoubling": {n: bytes_alone[n] + 2e3 * link.latency_s * (n.bit_length() - 1) for n in counts},
-        "bytes alone": bytes_alone,
-    }
-    return lined(lines, {}, "N", "ms", log="x", line_in=0.3)
-
-
-def speed_of_each_gpu() -> Figure:
-    counts = (64, 96, 128, 192, 256, 320, 400, 512, 640, 800, 1024, 1600, 2048, 3200, 4096)
-    gpus, _, measured = scaling.PAPER
-    lines = {
-        "memory decides": {n: scaling.tflops(n, scaling.batch(n)) for n in counts},
-        f"at most {scaling.MOST:,}\nsequences": {
-            n: scaling.tflops(n, scaling.MOST // (n // 16)) for n in counts if n >= gpus
-        },
-    }
-    return lined(lines, {"paper": {gpus: measured}}, "GPUs", "TFLOP/s of each GPU", log="x", low=24, line_in=0.3)
 
 
 def figure_1_measured() -> Figure:
@@ -255,6 +263,33 @@ def colours_apart(curve: dict[str, list[tuple[int, float]]]) -> Figure:
     return figure
 
 
+def what_stays() -> Figure:
+    """7.5B at stage 3: states fall as 1/N, the peak of a step does not."""
+    runs_of = [run for run in recorded("table1")["simulated"] if run["model"] == "7.5B" and run["stage"] == 3]
+    psi = runs_of[0]["psi"]
+    formula = {"states": {run["world_size"]: 14 * psi / run["world_size"] / 1e9 for run in runs_of}}
+    dots = {
+        "states": {run["world_size"]: run["states_bytes"] / 1e9 for run in runs_of},
+        "peak of\na step": {run["world_size"]: run["moments"]["step 2"]["peak_bytes"] / 1e9 for run in runs_of},
+    }
+    return lined(formula, dots, "N", "GB on rank 0", log="xy", line_in=0.3)
+
+
+def too_large_a_batch() -> Figure:
+    """Days for a trillion parameters, if tokens grow with the batch as D (1 + B / critical): lesson 11."""
+    flops = 1e12 * recorded("speed")["works"]["1.5B"]["scores"]["zero-3"]["tflops"]
+    critical, T, tokens, psi = 8e6, 4096, 20e12, 1e12
+
+    def days(gpus: int, batch: float) -> float:
+        return 6 * psi * tokens * (1 + batch / critical) / (gpus * flops) / 86400
+
+    counts = [2**k for k in range(8, 19)]
+    formula = {"batch of\n1M tokens": {n: days(n, 1e6) for n in counts}}
+    for share, name in ((1, "ZeRO alone"), (8, "8 GPUs\na sequence"), (64, "64 GPUs\na sequence")):
+        formula[name] = {n: days(n, max(1e6, n * T / share)) for n in counts}
+    return lined(formula, {}, "GPUs", "days", log="xy", line_in=0.36)
+
+
 RUN = "slides/runs.py: a small GPT on 2 CPU ranks"
 CLOCK = "slides/runs.py: 8 blocks on 2 CPU ranks, over a link whose clock is counted"
 CALCULATED = "zero_mini/memory/formulas.py: the paper's formulas"
@@ -263,6 +298,10 @@ FIGURES: dict[str, Picture] = {
     "all-gather": Picture(partial(ring, "all_gather"), "zero_mini/course/plots/steps.py"),
     "sent": Picture(what_a_rank_sends, "zero_mini/course/plots/steps.py: chunks counted"),
     "wire-time": Picture(time_of_a_collective, "collectives"),
+    "wire-fit": Picture(fitted, "collectives"),
+    "buckets": Picture(buckets, "slides/figures.py: by formula"),
+    "ranks-1024": Picture(of_1024_ranks, "zero_mini/wire/throttled.py: by formula"),
+    "more-than-linear": Picture(more_than_linear, "zero_mini/course/scaling.py: a model"),
     "states-0": Picture(partial(states_of, 0), "memory"),
     "states-0-1": Picture(partial(states_of, 0, 1), "memory"),
     "states-0-1-2": Picture(partial(states_of, 0, 1, 2), "memory"),
@@ -283,12 +322,11 @@ FIGURES: dict[str, Picture] = {
     "checkpointing": Picture(activations_kept_and_not, RUN),
     "bug-adamw": Picture(partial(losses_of_a_bug, "AdamW"), RUN),
     "bug-sgd": Picture(partial(losses_of_a_bug, "SGD"), RUN),
-    "alpha-beta": Picture(alpha_and_beta, "collectives"),
     "hides": Picture(when_it_hides, CLOCK),
     "never-hides": Picture(what_never_hides, CLOCK),
-    "latency": Picture(latency_of_many_ranks, "zero_mini/wire/throttled.py: 5 us a step, 25 GB/s, assumed"),
-    "superlinear": Picture(speed_of_each_gpu, "slides/scaling.py: a model"),
     "figure1": Picture(figure_1_measured, "figure1"),
+    "what-stays": Picture(what_stays, "table1"),
+    "batch-limit": Picture(too_large_a_batch, "speed/works/1.5B"),
     "stale": Picture(losses_of_stale_gradients, "myths"),
     "top-k": Picture(partial(losses_of, "densities", "all-reduce", "top 1.0%, feedback", "top 1.0%"), "myths"),
     "one-bit": Picture(partial(losses_of, "codecs", "all-reduce", "1 bit, feedback", "1 bit"), "myths"),

@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable
 from functools import cache
 
-import scaling
 import torch
 import torch.distributed as dist
 from runs import CONFIG, N, first_losses, model_and_batch
 from torch import nn
 
+from zero_mini.course.lesson import recorded
 from zero_mini.course.ranks import RankError, Ranks
 from zero_mini.trainer.gpt import GPT
 from zero_mini.zeroify import zeroify
@@ -186,18 +186,13 @@ TEN = (
 )
 
 
-def more_than_linear() -> str:
-    """The model of scaling.py, for the paper's numbers of GPUs and more."""
-    counts = (64, 128, 256, 400, 1024, 4096)
-    base = 64 * scaling.tflops(64, scaling.batch(64))
-    rows = ["GPUs    states   sequences    wire       each GPU   all, over 64 GPUs"]
-    for gpus in counts:
-        sequences, wire = scaling.batch(gpus), scaling.wire_seconds(gpus)
-        each = scaling.tflops(gpus, sequences)
-        rows.append(
-            f"{gpus:4}   {scaling.states_GB(gpus):4.1f} GB   {sequences:9}   {wire:3.1f} s   "
-            f"{each:4.1f} TFLOP/s   {gpus * each / base:5.2f}, linear {gpus / 64:g}"
-        )
+def days() -> str:
+    """How long a training takes by 6 Psi tokens, if each GPU does what one did for 1.5B at stage 3."""
+    flops, counts = 1e12 * recorded("speed")["works"]["1.5B"]["scores"]["zero-3"]["tflops"], (64, 1024, 16384, 131072)
+    rows = ["parameters   N =" + "".join(f"{gpus:>10,}" for gpus in counts)]
+    for name, psi in {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}.items():
+        took = (6 * psi * 20 * psi / (gpus * flops) / 86400 for gpus in counts)
+        rows.append(f"{name:>10}      " + "".join(f"{each:10.2g}" if each < 10 else f"{each:10,.0f}" for each in took))
     return "\n".join(rows)
 
 

@@ -42,7 +42,7 @@ def all_gather(full, shard):  # full (P) <- the shards (S) of all ranks, in rank
     (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(full, shard)
 
 
-def flatten(tensors):  # one new buffer (P), with zeros at its end so that N divides P [Unit.flatten]
+def flatten(tensors):  # one new buffer (P), with zeros at its end so that N divides P [Unit.take_values]
     full = torch.cat([tensor.detach().flatten() for tensor in tensors])
     return nn.functional.pad(full, (0, -full.numel() % dist.get_world_size()))
 

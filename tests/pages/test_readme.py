@@ -6,6 +6,7 @@ Numbers are looked for in rows of tables, on any of these pages, and sentences m
 import ast
 import io
 import json
+import math
 import re
 import tokenize
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 import tables
 import test_faults
 from models import RARE, ZOO
+
+from zero_mini.simulate.paper import TABLE_1
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -138,6 +141,44 @@ def test_bytes_of_activations_are_those_of_the_recorded_run():
     rows = {row["setting"]: row for row in run["rows"]}
     for name in ("all kept", "every block", "every block, on the host"):
         assert not missing(f"{rows[name]['kept_bytes'] / 1e9:.2f}", f"{rows[name]['step_ms']:.0f}")
+
+
+def test_the_papers_numbers_are_those_of_the_recorded_simulations():
+    for name, digits in (("figure1", 2), ("figure1_350M_cpu", 3)):
+        for run in recorded(name)["simulated"]:
+            peaks = [run["moments"][moment]["peak_bytes"] for moment in ("build", "step 2")]
+            cells = [f"{nbytes / 1e9:.{digits}f}" for nbytes in (run["paper_bytes"], run["states_bytes"], *peaks)]
+            assert run["outcome"] == "ran" and not missing(run["stage"], *cells)
+            assert run["states_bytes"] == pytest.approx(run["built_bytes"], rel=0.01)
+    (title,) = recorded("title")["simulated"]
+    peaks = [moment["peak_bytes"] for moment in title["moments"].values()]
+    states = [f"{title[name] / 1e9:.2f}" for name in ("paper_bytes", "states_bytes")]
+    assert not missing(f"{title['psi'] / 1e9:,.0f}B", *states, *(f"{peak / 1e9:.1f}" for peak in peaks[::2]))
+    assert title["states_bytes"] == pytest.approx(title["built_bytes"], rel=0.01) and max(peaks) < 80e9
+    assert sum(moment["seconds"] for moment in title["moments"].values()) < 600
+
+
+def test_the_papers_tables_are_those_of_the_recorded_simulations():
+    for run in recorded("table1")["simulated"]:
+        printed = TABLE_1[run["model"]][run["world_size"]][run["stage"] - 1]
+        ours = run["states_bytes"] / 1e9 if run["stage"] < 3 else run["states_bytes"] / 1e9 * 16 / 14
+        assert run["outcome"] == "ran" and ours == pytest.approx(printed, rel=0.03)
+        cell = f"{printed:g}: {run['states_bytes'] / 1e9:.2f}"
+        assert any(row[:2] == (run["model"], str(run["world_size"])) and cell in row for row in ROWS), cell
+    for run in recorded("table2")["simulated"]:
+        L, d = run["config"]["L"], run["config"]["d"]
+        peak = run["moments"]["step 2"]["peak_bytes"] / 1e9
+        sizes = [f"{run[name] / 1e9:.1f}B" for name in ("theory_numel", "psi")]
+        assert not missing(run["stage"], *sizes, f"{L}, {d}", f"{peak:.1f}")
+        assert run["outcome"] == "ran" and peak < 32 and "out of memory" in run["tried"][str(L + 1)]
+
+
+def test_the_losses_of_the_trap_are_those_of_the_recorded_runs():
+    true, false = recorded("trap")["simulated"]
+    for run, what in ((true, "their own values"), (false, "a copy of this rank's slice")):
+        assert not missing(what, f"{run['losses'][0]:.3f}", f"{run['moments']['step 1']['peak_bytes'] / 1e6:.0f}")
+    uniform = math.log(50304)
+    assert false["own_slice"] and abs(false["losses"][0] - uniform) < abs(true["losses"][0] - uniform)
 
 
 def test_lines_of_the_stage_files_to_the_nearest_ten():

@@ -124,6 +124,40 @@ def test_bisection_finds_the_largest_number_that_fits():
     assert paper.largest(lambda n: False, 1, 8) == 0
 
 
+def test_table_2_and_the_pair_search_for_what_fits_and_try_one_more(monkeypatch):
+    """A device where a rank needs 10 % more than its states."""
+    asked = []
+
+    class Fake(setup.Setup):
+        def run(self, steps=2):
+            asked.append((self.stage, self.config.L))
+            about, result = {"config": {"L": self.config.L}, "stage": self.stage}, {"outcome": "ran"}
+            return about, result if 1.1 * self.states_bytes < self.device_bytes else {"outcome": "out of memory"}
+
+    monkeypatch.setattr(paper, "report", lambda *_, **__: "")
+    base = Fake(GPTConfig(L=1, d=2, heads=1, vocab=8, T=4), world_size=64, device_bytes=32e9)
+    monkeypatch.setattr(setup, "host_bytes", lambda: float("inf"))
+    for run in paper.table_2(base):
+        L, stage = run["config"]["L"], run["stage"]
+        assert run["tried"][L] == "ran" and run["tried"][L + 1] == "out of memory"
+        psi = 12 * paper.WIDTHS[stage] ** 2 * L
+        assert 0.87 < psi / run["theory_numel"] < 0.92
+        assert run["theory_numel"] == pytest.approx(paper.TABLE_2[stage], rel=0.01)
+    assert len(asked) < 4 * 9  # a bisection
+
+
+def test_table_1_runs_the_cells_that_may_fit(monkeypatch):
+    ran = []
+    monkeypatch.setattr(setup, "host_bytes", lambda: float("inf"))
+    monkeypatch.setattr(paper, "run", lambda one: ran.append(one) or {})
+    list(paper.table_1(setup.Setup(setup.SHAPES["nano"], device_bytes=80e9)))
+    for one in ran:
+        name = next(name for name, config in setup.SHAPES.items() if config == one.config)
+        printed = paper.TABLE_1[name][one.world_size][one.stage - 1]
+        assert one.states_bytes / 1e9 == pytest.approx(printed, rel=0.02, abs=0.005) and printed < 90
+    assert {(one.config.L, one.world_size) for one in ran if one.stage == 3} >= {(32, 4), (101, 64), (128, 1024)}
+
+
 def test_the_shapes_are_the_papers_sizes():
     for name, psi in (("7.5B", 7.5e9), ("128B", 128e9), ("1T", 1e12)):
         assert setup.Setup(setup.SHAPES[name], world_size=1024).psi == pytest.approx(psi, rel=0.01)

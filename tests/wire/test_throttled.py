@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from alone import Alone
 from says import naming
 from test_seams import example, momentum, train
 from torch import nn
@@ -13,6 +12,7 @@ from torch import nn
 from zero_mini import zeroify
 from zero_mini.comm import Comm
 from zero_mini.course.ranks import Ranks
+from zero_mini.simulate.absent import OwnSlice
 from zero_mini.wire.fit import SIZES, Fit, fit, measure, table
 from zero_mini.wire.throttled import SlowLink, ThrottledComm
 
@@ -47,7 +47,7 @@ class Computes(nn.Module):
         return self.layer(x)
 
 
-class Absent(ThrottledComm, Alone):
+class ThrottledAlone(ThrottledComm, OwnSlice):
     """A throttled link to ranks that are not there."""
 
 
@@ -94,7 +94,7 @@ def test_stage_3_takes_nearly_1_5_times_as_long_as_data_parallelism(number, rati
         clock = Clock()
         torch.manual_seed(0)
         model = nn.Sequential(*(Computes(clock, 0.0) for _ in range(number)))
-        zero = zeroify(model, momentum(model), stage, comm=Absent(0, 1024, **link(clock, 0.0)))
+        zero = zeroify(model, momentum(model), stage, comm=ThrottledAlone(0, 1024, **link(clock, 0.0)))
         for _ in range(2):
             begun = clock.now
             model(torch.ones(2, D)).sum().backward()
@@ -125,7 +125,7 @@ def test_what_a_block_computes_hides_the_gather_of_the_next_one(ranks, compute_s
 
 def test_a_collective_begins_when_the_one_before_has_ended():
     clock, buffer = Clock(), torch.zeros(8)
-    comm = Absent(0, 2, keep=False, **link(clock, 1.0, 16.0))  # 2 + 32 / 16 = 4 seconds
+    comm = ThrottledAlone(0, 2, **link(clock, 1.0, 16.0))  # 2 + 32 / 16 = 4 seconds
     first, second = comm.all_reduce(buffer, "a"), comm.all_reduce(buffer, "b")
     clock.now = 3.0
     second.wait()
@@ -139,7 +139,7 @@ def test_a_collective_begins_when_the_one_before_has_ended():
 
 def test_a_ring_of_1024_ranks_has_2046_steps():
     clock = Clock()
-    comm = Absent(0, 1024, keep=False, **link(clock, 5e-6, math.inf))
+    comm = ThrottledAlone(0, 1024, **link(clock, 5e-6, math.inf))
     comm.all_reduce(torch.zeros(1024), "small").wait()
     assert clock.now == pytest.approx(2046 * 5e-6)
 
@@ -219,10 +219,16 @@ def test_small_sizes_count_as_much_as_large_ones():
     assert line.misses({1e9: 2.0})[1e9] == pytest.approx(0.5, rel=0.01)
 
 
-@pytest.mark.parametrize("points", [{}, {8: 1.0}, {8: 1.0, 16: 0.0}, {8: 2.0, 16: 1.0}])
+@pytest.mark.parametrize("points", [{}, {8: 1.0}, {8: 1.0, 16: 0.0}])
 def test_points_without_a_line_are_refused(points):
     with pytest.raises(ValueError):
         fit(points)
+
+
+def test_neither_number_is_negative_whatever_a_busy_machine_measured():
+    assert fit({8: 2.0, 16: 2.0, 32: 1.0}).bytes_per_s == math.inf
+    through_zero = fit({10: 1.0, 20: 3.0})
+    assert through_zero.alpha_s == 0.0 and 20 / 3 < through_zero.bytes_per_s < 10
 
 
 def test_the_command_prints_a_line_for_each_collective(ranks):

@@ -45,7 +45,6 @@ class Meter:
     def __enter__(self) -> "Meter":
         gc.collect()  # a handle that is gone leaves cycles, which hold its memory
         if self.is_cuda:
-            gc.collect()  # what a run before this one left: a handle is in cycles of references
             torch.cuda.empty_cache()
             self.before = torch.cuda.memory_allocated()
         else:

@@ -4,6 +4,7 @@
     python -m zero_mini.simulate.paper figure1 --model 350M --device cpu --sequence-length 128
     python -m zero_mini.simulate.paper table1               7.5B, 128B, 1T; N = 1 to 1024; the cells that may fit
     python -m zero_mini.simulate.paper table2 --memory 32   the largest model, N = 64, by bisection over L
+    python -m zero_mini.simulate.paper pair --memory 80     the largest model for 2 GPUs: simulated, then real on two
     python -m zero_mini.simulate.paper title --memory 80    1T, N = 1024
 
 Each writes JSON (--json FILE), run by run, so that an interrupted one keeps what it has. `--memory GB` is a smaller GPU
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from zero_mini.memory.formulas import largest_model
 from zero_mini.simulate.__main__ import machine
 from zero_mini.simulate.measure import report
 from zero_mini.simulate.setup import SHAPES, Setup, shape
@@ -39,7 +41,8 @@ TABLE_1 = {  # N -> GB at stages 1, 2, 3, as printed
     | {256: (4046, 2054, 62.5), 1024: (4011, 2013, 15.6)},
 }
 TABLE_2 = {0: 2e9, 1: 7.6e9, 2: 14.4e9, 3: 128e9}  # parameters: MP 1, N = 64, 32 GB, states alone
-WIDTHS = {0: 1920, 1: 3072, 2: 4096, 3: 8192}  # d at each stage of table 2, 128 channels a head
+WIDTHS = {0: 1920, 1: 3072, 2: 4096, 3: 8192}  # d at each stage of table 2
+PAIR_WIDTH = 4096
 NEAR = 1.15  # by how much a model may be larger than the formula's before it is not tried
 
 
@@ -62,20 +65,42 @@ def table_1(base: Setup) -> Iterator[dict]:
 def table_2(base: Setup) -> Iterator[dict]:
     """At each stage the largest L at a fixed width with which two steps fit; every trial is a run."""
     for stage, width in WIDTHS.items():
-        per_block = 12 * width**2
-        theory = base.device_bytes / sum_of_formula(stage, base.world_size)
-        trials: dict[int, dict] = {}
+        yield search(dataclasses.replace(base, stage=stage), width)
 
-        def fits(L: int, stage: int = stage, width: int = width, trials: dict = trials) -> bool:
-            config = GPTConfig(L=L, d=width, heads=width // 128, vocab=50304, T=base.config.T)
-            trials[L] = run(dataclasses.replace(base, config=config, stage=stage))
-            return trials[L]["outcome"] == "ran"
 
-        most = int(NEAR * theory / per_block) + 1
-        best = largest(fits, 1, most)
-        chosen = trials.get(best, {"outcome": "none fits"})
-        tried = {L: trial["outcome"] for L, trial in sorted(trials.items())}
-        yield chosen | {"stage": stage, "theory_numel": theory, "tried": tried}
+def pair(base: Setup) -> Iterator[dict]:
+    """The largest model as rank 0 of 2, simulated on one GPU; then it and the next larger one on two real ranks."""
+    from zero_mini.course.ranks import Ranks
+
+    base = dataclasses.replace(base, world_size=2)
+    for stage in range(4):
+        found = search(dataclasses.replace(base, stage=stage), PAIR_WIDTH)
+        real = {}
+        for L in (found["config"]["L"], found["config"]["L"] + 1) if "config" in found else ():
+            setup = dataclasses.replace(base, stage=stage, config=deeper(base, PAIR_WIDTH, L))
+            with Ranks(2, backend="nccl" if base.device == "cuda" else "gloo", timeout_s=300) as ranks:
+                real[L] = ranks.run(setup.run_for_real)[0]
+            print(f"    two real ranks, L = {L}: {real[L]['outcome']}", flush=True)
+        yield found | {"real": real}
+
+
+def search(base: Setup, width: int) -> dict:
+    """The run with the most blocks of this width that fit, and the outcome of every trial."""
+    theory = largest_model(base.device_bytes, base.world_size, base.stage)
+    trials: dict[int, dict] = {}
+
+    def fits(L: int) -> bool:
+        trials[L] = run(dataclasses.replace(base, config=deeper(base, width, L)))
+        return trials[L]["outcome"] == "ran"
+
+    best = largest(fits, 1, int(NEAR * theory / (12 * width**2)) + 1)
+    tried = {L: trial["outcome"] for L, trial in sorted(trials.items())}
+    return trials.get(best, {"outcome": "none fits", "stage": base.stage}) | {"theory_numel": theory, "tried": tried}
+
+
+def deeper(base: Setup, width: int, L: int) -> GPTConfig:
+    """L blocks of this width, 128 channels a head."""
+    return dataclasses.replace(base.config, L=L, d=width, heads=max(1, width // 128))
 
 
 def title(base: Setup) -> Iterator[dict]:
@@ -103,17 +128,12 @@ def run(setup: Setup) -> dict:
     return about | result
 
 
-def sum_of_formula(stage: int, N: int) -> float:
-    """Bytes a parameter in 16 bits, as the paper counts."""
-    return {0: 16, 1: 4 + 12 / N, 2: 2 + 14 / N, 3: 16 / N}[stage]
-
-
 def memory_of(device: str) -> float:
     return torch.cuda.get_device_properties(0).total_memory if device == "cuda" else float("inf")
 
 
 def main(argv: list[str] | None = None) -> int:
-    commands = {"figure1": figure_1, "table1": table_1, "table2": table_2, "title": title}
+    commands = {"figure1": figure_1, "table1": table_1, "table2": table_2, "pair": pair, "title": title}
     parser = argparse.ArgumentParser("python -m zero_mini.simulate.paper", description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=tuple(commands))
     parser.add_argument("--model", default="7.5B", help="of figure1")
@@ -123,8 +143,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--memory", type=float, metavar="GB", help="of a smaller GPU (1e9 bytes)")
     parser.add_argument("--json", metavar="FILE")
     chosen = parser.parse_args(argv)
-    if chosen.what == "table2" and not chosen.memory:
-        parser.error("table2 needs --memory GB, as --memory 32")
+    if chosen.what in ("table2", "pair") and not chosen.memory:
+        parser.error(f"{chosen.what} needs --memory GB, as --memory 32")
     try:
         config = shape(chosen.model, T=chosen.sequence_length)
         small = dataclasses.replace(config, L=1, d=config.heads)  # `replace` in the commands checks what is run

@@ -66,32 +66,38 @@ class Setup:
         return parameter_count(self.config)
 
     @property
+    def here(self) -> torch.device:
+        """The device, with its number."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+
+    @property
     def states_bytes(self) -> float:
         """By the paper's formula."""
         return sum(model_state_bytes(self.psi, self.world_size, self.stage, DTYPES[self.precision].itemsize).values())
 
-    def build(self) -> Script:
-        """The handle of this rank, whose peers are absent."""
+    def build(self, absent: bool = True) -> Script:
+        """The handle of this rank, whose peers are absent; or that of a real rank in the process group."""
         values = Values(functools.partial(init_rule, L=self.config.L), self.seed)
-        comm = (OwnSlice if self.own_slice else Absent)(self.rank, self.world_size, values)
+        comm = (OwnSlice if self.own_slice else Absent)(self.rank, self.world_size, values) if absent else None
         with torch.device("meta"):
             model = GPT(self.config, self.loss_chunks)
         if self.checkpoint:
             checkpoint_blocks(model)
         zero = zeroify(
             *(model, torch.optim.AdamW(param_groups(model, 0.1), lr=1e-4, fused=True), self.stage),
-            **{"comm": comm, "dtype": DTYPES[self.precision], "device": self.device},
+            **{"comm": comm, "dtype": DTYPES[self.precision], "device": self.here},
             units=split_blocks(model, self.split) if self.split and 12 * self.config.d**2 > self.split else None,
             initialise=values.initialise,
         )
-        comm.follow(zero)
+        if comm is not None:
+            comm.follow(zero)
         return zero
 
-    def training(self) -> Training:
+    def training(self, absent: bool = True) -> Training:
         """Steps on random tokens, the same on every rank."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = (self.batch, self.config.T + 1)
-        tokens = torch.randint(self.config.vocab, shape, generator=generator).to(self.device)
+        tokens = torch.randint(self.config.vocab, shape, generator=generator).to(self.here)
 
         def compute(zero: Script) -> torch.Tensor:
             loss = zero.model(tokens[:, :-1], tokens[:, 1:])
@@ -102,7 +108,7 @@ class Setup:
             zero.optimizer.step()
             zero.optimizer.zero_grad()
 
-        return Training(self.build, compute, update)
+        return Training(functools.partial(self.build, absent), compute, update)
 
     def run(self, steps: int = 2) -> tuple[dict, dict]:
         """(what was asked for, what was measured)."""
@@ -111,6 +117,11 @@ class Setup:
             result = measure(self.training(), device, steps)
         result |= formulas(self.psi, self.stage, self.world_size, DTYPES[self.precision].itemsize, result)
         return {**asdict(self), "psi": self.psi}, result
+
+    def run_for_real(self, steps: int = 2) -> dict:
+        """What a real rank measures: call it on `world_size` ranks."""
+        with at_most(self.device_bytes, torch.device(self.device)):
+            return measure(self.training(absent=False), torch.device(self.device), steps)
 
 
 def check_describable(config: GPTConfig, world_size: int) -> None:

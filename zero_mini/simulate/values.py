@@ -88,8 +88,9 @@ def single(value: float) -> float:
 
 @_disable_current_modes()  # a Recorder need not see these short-lived tensors, which are many
 def fill_by_torch(out: Tensor, key: int, start: int, mean: float, scale: float) -> None:
-    for at in range(0, out.numel(), AT_ONCE[out.device.type]):
-        part = out[at : at + AT_ONCE[out.device.type]]
+    at_once = AT_ONCE["cpu" if out.is_cpu else "cuda"]
+    for at in range(0, out.numel(), at_once):
+        part = out[at : at + at_once]
         x = torch.arange(start + at, start + at + part.numel(), dtype=torch.int64, device=out.device)
         x.mul_(GOLDEN).add_(key)  # int64 wraps around on CPU and GPU alike
         shifted = x >> 30

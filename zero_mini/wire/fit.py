@@ -19,6 +19,7 @@ nearer to the larger of the two terms than to their sum; `Fit.misses` shows wher
 """
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +57,9 @@ class Fit:
 
 
 def fit(points: Mapping[float, float]) -> Fit:
-    """points: bytes -> seconds, of two sizes or more. Least squares of relative errors.
+    """points: bytes -> seconds, of two sizes or more. Least squares of relative errors, with alpha and 1/beta >= 0.
+
+    On a busy machine more bytes may take no longer: then beta is inf, since no slope can be seen.
 
     >>> fit({1000: 1.5, 2000: 2.0, 8000: 5.0}) == Fit(alpha_s=1.0, bytes_per_s=2000.0)
     True
@@ -65,10 +68,13 @@ def fit(points: Mapping[float, float]) -> Fit:
         raise ValueError(f"{dict(points)}: a line needs times > 0 at two sizes or more")
     sizes, seconds = torch.tensor(list(points.items()), dtype=torch.float64).unbind(1)
     largest = sizes.max()  # columns of about the same size keep the sums exact
-    columns = torch.stack([1 / seconds, sizes / largest / seconds], dim=1)
+    ones, grows = 1 / seconds, sizes / largest / seconds
+    columns = torch.stack([ones, grows], dim=1)
     alpha, slope = torch.linalg.lstsq(columns, torch.ones_like(seconds)[:, None]).solution[:, 0].tolist()
     if slope <= 0:
-        raise ValueError(f"{dict(points)}: more bytes take no longer; measure larger buffers")
+        return Fit((ones.sum() / ones.square().sum()).item(), math.inf)
+    if alpha < 0:
+        alpha, slope = 0.0, (grows.sum() / grows.square().sum()).item()
     return Fit(round(alpha, 12), float(f"{largest.item() / slope:.12g}"))
 
 
@@ -111,9 +117,9 @@ def elapsed(comm: Comm, launch: Callable, clock: Callable[[], float], device: to
     return clock() - begun
 
 
-def table(latency_s: float = 0.0, bytes_per_s: float = float("inf")) -> str:
+def table(latency_s: float = 0.0, bytes_per_s: float = math.inf) -> str:
     """alpha and beta of each collective on these ranks, a line each. Collective."""
-    throttled = latency_s > 0 or bytes_per_s < float("inf")
+    throttled = latency_s > 0 or bytes_per_s < math.inf
     comm = ThrottledComm(latency_s=latency_s, bytes_per_s=bytes_per_s) if throttled else Comm()
     lines = [f"{comm.world_size} ranks, {dist.get_backend()}: seconds = alpha + bytes that a rank sends / beta"]
     for kind, points in measure(comm).items():
@@ -130,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2, help="if torchrun has not started any")
     parser.add_argument("--latency-us", type=float, default=0.0, help="of a step of a ring, over a throttled link")
-    parser.add_argument("--MB-per-s", type=float, default=float("inf"), help="of the throttled link")
+    parser.add_argument("--MB-per-s", type=float, default=math.inf, help="of the throttled link")
     options = parser.parse_args()
     link = 1e-6 * options.latency_us, 1e6 * options.MB_per_s
     if not dist.is_torchelastic_launched():

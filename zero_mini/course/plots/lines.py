@@ -92,7 +92,8 @@ def label_ends(axes: Axes, curves: Mapping[str, Points], colours: dict[str, str]
     def share(y: float) -> float:
         return log10(y / low) / log10(high / low) if is_log else (y - low) / (high - low)
 
-    places = spread([share(points[max(points)]) for points in curves.values()], LINE_IN / HEIGHT_IN)
+    most = max(name.count("\n") + 1 for name in curves)  # lines of a name
+    places = spread([share(points[max(points)]) for points in curves.values()], most * LINE_IN / HEIGHT_IN)
     for name, place in zip(curves, places):
         style = dict(color=as_text(colours[name]), fontsize=8, va="center", transform=axes.transAxes)
         axes.text(1.02, place, name, **style)
