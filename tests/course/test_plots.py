@@ -11,6 +11,7 @@ import zero_mini
 from zero_mini.comm import Call
 from zero_mini.course.plots import (
     bugs,
+    claims,
     curves,
     exponents,
     frame,
@@ -31,6 +32,7 @@ from zero_mini.course.plots import (
 from zero_mini.course.plots.gantt import Span
 from zero_mini.course.plots.holdings import Holding, Layout, holdings, layout
 from zero_mini.course.plots.moments import Story
+from zero_mini.laboratory import verdict as verdicts
 from zero_mini.memory.formulas import model_state_bytes, walk
 from zero_mini.memory.recorder import Recorder
 from zero_mini.memory.timeline import Kernel, length
@@ -541,6 +543,54 @@ def test_waits_of_all_ranks_have_one_scale():
     check_layout(figure)
     assert [[bar.get_height() for bar in axes.patches] for axes in figure.axes] == [[50.0, 60.0], [2.0, 3.0]]
     assert len({axes.get_ylim() for axes in figure.axes}) == 1 and {"rank 0", "rank 1"} <= set(texts(figure))
+
+
+# --- claims ---------------------------------------------------------------------------------------
+
+
+def row(claim, verdict, *measured):
+    return {"claim": claim, "verdict": verdict, "measured": [verdicts.bars(*each) for each in measured]}
+
+
+def test_a_bar_is_as_long_as_what_was_measured_and_has_its_number_and_unit():
+    given = [
+        row("one", "no: shown", ("kept", "MB", {"stage 1": 4.0, "server": 1.5}), ("late", "", {"stage 2": 0.0})),
+        row("two", "it depends: on N", ("above", "", {"padded": -0.25, "dropped": 0.125})),
+        row("three", "not refuted by these numbers", ("below 3", "steps", {"stage 3": 1234, "torch DDP": None})),
+    ]
+    figure = claims.draw_claims(given, "Title", "note")
+    check_layout(figure)
+    everything = [bars for each in given for bars in each["measured"]]
+    for axes, drawn in zip(figure.axes, everything, strict=True):
+        assert [bar.get_width() for bar in axes.patches] == [value or 0 for value in drawn["values"].values()]
+        assert axes.get_xlim()[0] <= 0 <= axes.get_xlim()[1]  # no scale hides its zero
+        assert all(
+            min(axes.get_xlim()) <= bar.get_x() + bar.get_width() <= max(axes.get_xlim()) for bar in axes.patches
+        )
+    written = [[text.get_text() for text in axes.texts] for axes in figure.axes]
+    assert written == [["4 MB", "1.5 MB"], ["0"], ["-0.25", "0.125"], ["1,234 steps", "never"]]
+    assert {"one", "no", "it depends", "on N", "open", "not refuted by these numbers", "late"} <= set(texts(figure))
+
+
+def test_a_verdict_has_a_colour_and_a_word_and_stages_differ_from_the_rest():
+    given = [row(word, f"{word}: shown", ("x", "", {"stage 1": 1.0, "DDP": 1.0})) for word in verdicts.ANSWERS]
+    figure = claims.draw_claims(given)
+    pills = {text.get_text(): text.get_bbox_patch().get_facecolor() for text in figure.texts if text.get_bbox_patch()}
+    assert set(pills) == set(verdicts.ANSWERS) and len(set(pills.values())) == 3
+    for axes in figure.axes:
+        ours, other = (bar.get_facecolor() for bar in axes.patches)
+        assert ours != other
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_the_recorded_claims_are_drawn_and_every_text_has_room(columns):
+    found = measured("myths")["myths"]["rows"]
+    for at in range(0, len(found), columns):
+        some = found[at : at + columns]
+        figure = claims.draw_claims(some)
+        check_layout(figure)
+        drawn = [[bar.get_width() for bar in axes.patches] for axes in figure.axes]
+        assert drawn == [list(bars["values"].values()) for each in some for bars in each["measured"]]
 
 
 # --- lines and dots -------------------------------------------------------------------------------

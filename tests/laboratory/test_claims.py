@@ -11,6 +11,7 @@ from zero_mini.course.lesson import recorded
 from zero_mini.laboratory import claims
 from zero_mini.laboratory.__main__ import EXPERIMENTS, merge, table
 from zero_mini.laboratory.rows import rows
+from zero_mini.laboratory.verdict import compared
 
 ROOT = Path(__file__).parents[2]
 STAGES = [f"stage {stage}" for stage in range(4)]
@@ -93,6 +94,22 @@ def test_the_recorded_table_is_drawn_from_the_recorded_numbers():
     for row in record["myths"]["rows"]:
         assert re.match(r"(no|yes|it depends): ", row["verdict"]), row  # the numbers do not say otherwise
     assert len({row["claim"] for row in record["myths"]["rows"]}) == len(record["myths"]["rows"]) == 25
+
+
+def test_every_recorded_claim_has_numbers_with_their_quantity_and_unit():
+    for row in recorded("myths")["myths"]["rows"]:
+        assert row["measured"], row["claim"]
+        for bars in row["measured"]:
+            assert set(bars) == {"quantity", "unit", "values"} and bars["values"], row["claim"]
+            assert all(isinstance(value, int | float) for value in bars["values"].values()), row["claim"]
+
+
+def test_a_prediction_is_compared_with_the_word_of_the_verdict():
+    given = ("no", "NO ", "yes", "it depends", "?", "", "perhaps")
+    said = [compared(prediction, "no: losses are equal") for prediction in given]
+    assert said[0] == said[1] != said[2] == said[3] and said[4] == said[5] and len(set(said)) == 4
+    assert compared("it depends", "it depends: on N") == said[0]
+    assert compared("no", "not refuted by these numbers") == said[2]  # the numbers gave no verdict
 
 
 def test_another_number_is_another_verdict():

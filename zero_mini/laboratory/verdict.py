@@ -1,6 +1,11 @@
-"""What a row of the table consists of: a claim, an experiment, its number, and a verdict that follows from it."""
+"""What a row of the table consists of: a claim, an experiment, its number, a verdict that follows from it, and bars.
+
+Bars are the measured values themselves, for course/plots/claims.py: {"quantity", "unit", "values": {thing: value}}.
+"""
 
 from typing import NamedTuple
+
+ANSWERS = ("yes", "no", "it depends")
 
 
 class Row(NamedTuple):
@@ -8,6 +13,7 @@ class Row(NamedTuple):
     experiment: str
     number: str
     verdict: str
+    measured: list[dict]
 
 
 def judged(refuted: bool, reason: str) -> str:
@@ -31,6 +37,34 @@ def holds(shown: bool, reason: str) -> str:
 def depends(shown: bool, reason: str) -> str:
     """The verdict on a claim that is true in one place and false in another."""
     return f"it depends: {reason}" if shown else "not shown by these numbers"
+
+
+def bars(quantity: str, unit: str, values: dict[str, float]) -> dict:
+    """What was measured: a value for each thing, in one unit ("" if the quantity has none)."""
+    return {"quantity": quantity, "unit": unit, "values": values}
+
+
+def answer(verdict: str) -> str:
+    """The verdict in a word; "" if the numbers do not show what they should.
+
+    >>> answer("it depends: on N"), answer("not refuted by these numbers")
+    ('it depends', '')
+    """
+    return verdict.partition(":")[0] if ":" in verdict else ""
+
+
+def compared(prediction: str, verdict: str) -> str:
+    """What to say of a reader's prediction: "yes", "no", "it depends", or "?" for none.
+
+    >>> [compared(prediction, "no: losses are equal") for prediction in ("no", " No", "yes", "?", "maybe")]
+    ['right', 'right', 'not what was measured', 'no prediction', 'write yes, no, or it depends']
+    """
+    word = prediction.strip().lower()
+    if word in ("?", ""):
+        return "no prediction"
+    if word not in ANSWERS:
+        return "write yes, no, or it depends"
+    return "right" if word == answer(verdict) else "not what was measured"
 
 
 def mb(nbytes: float) -> str:
