@@ -287,7 +287,7 @@ def too_large_a_batch() -> Figure:
     formula = {"batch of\n1M tokens": {n: days(n, 1e6) for n in counts}}
     for share, name in ((1, "ZeRO alone"), (8, "8 GPUs\na sequence"), (64, "64 GPUs\na sequence")):
         formula[name] = {n: days(n, max(1e6, n * T / share)) for n in counts}
-    return lined(formula, {}, "GPUs", "days", log="xy", line_in=0.36)
+    return lined(formula, {}, "GPUs", "days", log="xy", line_in=0.44)
 
 
 RUN = "slides/runs.py: a small GPT on 2 CPU ranks"
