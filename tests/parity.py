@@ -187,7 +187,7 @@ class Magnitudes(Alone):
 
 def build(case: Case, loop: Loop, seed: int = 0) -> nn.Module:
     """The model as this rank makes it; with the default seed, as rank 0 does."""
-    torch.manual_seed(seed)
+    draw_from(seed)
     return case.build().to(place(), loop.dtype)
 
 
@@ -233,6 +233,14 @@ def train(case: Case, loop: Loop, side: type, follow: Run | None = None, **optio
     return run
 
 
+def draw_from(seed: int) -> None:
+    """torch.manual_seed() without its call stacks, which it writes down for each kind of GPU that may come yet."""
+    if place().type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
 def place() -> torch.device:
     """Where this rank trains: its GPU if ranks talk by NCCL."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -242,7 +250,7 @@ def loss_of(case: Case, loop: Loop, model: nn.Module, rank: int, step: int, micr
     turn = Turn(rank, dist.get_world_size(), step)
     batch = [part.to(place()) for part in case.batch(turn, micro)]
     batch = [part.to(loop.dtype) if part.is_floating_point() else part for part in batch]
-    torch.manual_seed(100 * rank + step)  # for dropout
+    draw_from(100 * rank + step)  # for dropout
     return case.loss(model(batch[0], turn), batch[1])
 
 

@@ -4,8 +4,6 @@ import gc
 import importlib
 import io
 import re
-import subprocess
-import sys
 import time
 import tokenize
 from pathlib import Path
@@ -13,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked import job_of_two
 from parity import exactly
+from test_train_gpt import free_port
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +23,6 @@ from zero_mini import by_hand
 from zero_mini.binding.parameter import plainly
 from zero_mini.memory.formulas import model_state_bytes, wire_numel
 
-ROOT = Path(__file__).parents[2]
 STAGES = (0, 1, 2, 3)
 STEPS = 3
 WIDTH = 11  # odd, so that blocks need padding and slices cut through tensors
@@ -343,11 +342,12 @@ def test_every_method_that_a_comment_names_exists():
         assert method in vars(cls), f"{name}.{method}"
 
 
-def test_the_script_trains_alike_at_all_stages_and_measures_what_the_formulas_say():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run([*command, by_hand.__file__], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    lines = run.stdout.splitlines()
+def test_the_script_trains_alike_at_all_stages_and_measures_what_the_formulas_say(tmp_path):
+    (status, out, err), (other, nothing, _) = [
+        each.finish() for each in job_of_two(tmp_path, free_port(), by_hand.__file__, [], [])
+    ]
+    assert (status, other, nothing) == (0, 0, ""), err
+    lines = out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [f"stage {stage}" for stage in STAGES]
     assert len({re.search(r"losses \[.*?\]", line)[0] for line in lines}) == 1
     for line in lines:

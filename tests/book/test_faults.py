@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,8 +15,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from forked import job_of_two
 from says import tells
-from test_train_gpt import SCRIPT, TINY, finish, free_port, start
+from test_train_gpt import REPOSITORY, SCRIPT, TINY, free_port
 from test_train_gpt import said as said_by_trainer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -232,19 +232,15 @@ def test_a_rank_that_goes_another_way_is_an_error_that_names_both_ways(row, what
     row("faults", f"a rank {what}", stage=stage, culprit=1, says=next(iter(said.values())))
 
 
-def test_the_trainer_leaves_with_one_line_when_rank_0_is_killed(row):
+def test_the_trainer_leaves_with_one_line_when_rank_0_is_killed(row, tmp_path):
     """The rank that keeps the store, in which the others would look for each other."""
-    port, command = str(free_port()), [sys.executable, SCRIPT, *TINY, "--stage", "3", "--steps", "1000000"]
-    ranks = [
-        start(command, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(2)
-    ]
-    try:
-        while "GPT of" not in ranks[0].stdout.readline():  # training begins
-            assert ranks[0].poll() is None
-        ranks[0].kill()
-        status, _, err = finish(ranks[1])
-    finally:
-        finish(ranks[0])
+    argv = [*TINY, "--stage", "3", "--steps", "1000000"]
+    job = job_of_two(tmp_path, free_port(), REPOSITORY / SCRIPT, argv, argv)
+    while not job[0].out.exists() or "GPT of" not in job[0].out.read_text():  # training begins
+        assert job[0].process.is_alive()
+        time.sleep(0.05)
+    job[0].process.kill()
+    status, _, err = job[1].finish()
     (line,) = said_by_trainer(err)
     assert status == 2
     assert tells(line, "train_gpt.py: error:", "rank 1", "rank 0") and re.search(r"\bnumber \d+", line)

@@ -67,20 +67,19 @@ def test_torch_ddp_equals_itself(ranks, world_size):
             return differences("again", train(case, loop, TorchDDP), train(case, loop, TorchDDP))
 
     for name in ("plain blocks", "tied embedding and head", "buffers"):
-        for optimizer in ("SGD", "AdamW"):
-            assert agree(ranks(world_size).run(twice, EVERY_MODEL[name], Loop(optimizer)))
+        assert agree(ranks(world_size).run(twice, EVERY_MODEL[name], Loop("AdamW", steps=2)))
 
 
 def chosen() -> list:
     """(model, optimizer, N): every model with SGD at N = 2, where torch DDP is the reference to the bit.
 
     AdamW, whose two groups may share a shard, takes some models here and nearly all at N = 3, against float64, below.
-    Other N: one rank holds all, and shards that are short or empty.
+    Other N: one rank holds all, and shards that are short or empty. (At N = 8, see the whole numbers below.)
     """
     awkward = ("odd sizes", "0-dim and 0-element")
     two = [(name, "SGD", 2) for name in ZOO] + [(name, "AdamW", 2) for name in (*QUICK, *awkward)]
     one = [(name, "AdamW", 1) for name in ("plain blocks", "unused on some ranks", "checkpoint")]
-    many = [(name, "AdamW", 4) for name in ("tied embedding and head", *awkward)] + [("plain blocks", "SGD", 8)]
+    many = [(name, "AdamW", 4) for name in ("tied embedding and head", "0-dim and 0-element")]
     quick = [(name, optimizer, 2) for name in QUICK for optimizer in ("SGD", "AdamW")]
     return [pytest.param(*each, marks=pytest.mark.check) if each in quick else each for each in two + one + many]
 
@@ -111,8 +110,7 @@ def test_every_stage_trains_rare_models_as_torch_ddp_does(ranks, row, name):
     [
         # At N = 3 most models, against float64, and whole numbers without no_sync().
         *itertools.product(["plain blocks"], [1, 2]),
-        *itertools.product(["tied embedding and head", "unused on some ranks", "frozen", "unit called twice"], [2]),
-        ("checkpoint, re-entrant", 2),
+        *itertools.product(["tied embedding and head", "unused on some ranks", "unit called twice"], [2]),
     ],
 )
 def test_micro_batches_add_up_as_in_torch_ddp_with_and_without_no_sync(ranks, name, world_size):
@@ -125,7 +123,7 @@ def test_micro_batches_add_up_as_in_torch_ddp_with_and_without_no_sync(ranks, na
     [
         # At N = 3, and with micro-batches, most models against float64.
         *itertools.product(["tied embedding and head"], [1, 2]),
-        *itertools.product(["frozen", "odd sizes", "unused on some ranks"], [2]),
+        *itertools.product(["frozen", "unused on some ranks"], [2]),
     ],
 )
 def test_clipping_is_torchs_and_its_norm_one_float_everywhere(ranks, name, world_size):
@@ -135,7 +133,9 @@ def test_clipping_is_torchs_and_its_norm_one_float_everywhere(ranks, name, world
 
 @pytest.mark.parametrize("name, world_size", [("buffers", 2), ("checkpoint", 2), ("order changes", 3)])
 def test_forwards_without_backward_between_the_steps_change_nothing(ranks, name, world_size):
-    loops = [Loop("SGD", steps=2, evaluate=True), Loop("AdamW", steps=2, evaluate=True, micro_batches=2, no_sync=True)]
+    loops = [Loop("AdamW", steps=2, evaluate=True, micro_batches=2, no_sync=True)]
+    if world_size == 2:
+        loops += [Loop("SGD", steps=2, evaluate=True)]
     assert agree(ranks(world_size).run(parities, EVERY_MODEL[name], loops))
 
 
@@ -260,9 +260,13 @@ def test_whole_numbers_come_out_exact_in_any_order_of_summation(ranks, world_siz
     """Lost, doubled, shifted, stale, unscaled gradients and padding that is not zero would show to the bit."""
 
     def compare() -> list[str]:
-        found, loops = [], [Loop("dyadic SGD", micro_batches=4, no_sync=True, watch=False)]
-        if world_size in (2, 3):  # eight ranks take their time, and one has nothing to sum
-            loops += [Loop("dyadic SGD"), Loop("dyadic SGD", micro_batches=2)]
+        if world_size == 8:  # they take their time
+            loops = [Loop("dyadic SGD", steps=2, micro_batches=2, no_sync=True, watch=False)]
+        else:
+            loops = [Loop("dyadic SGD", micro_batches=4, no_sync=True, watch=False)]
+        found = []
+        if world_size in (2, 3):  # one rank has nothing to sum
+            loops += [Loop("dyadic SGD"), Loop("dyadic SGD", steps=2, micro_batches=2)]
         if world_size == 3:
             loops += [Loop("dyadic SGD", units=units, watch=False) for units in ((), ("blocks.1", "root"))]
         for loop in loops:
@@ -298,8 +302,13 @@ def close_to_1e9(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY_MODEL | BEYOND_DDP if name not in TWINS])
+ON_THREE = [name for name in EVERY_MODEL | BEYOND_DDP if name not in TWINS]
+
+
+@pytest.mark.parametrize("name", ON_THREE)
 def test_in_float64_every_stage_trains_as_one_process_with_the_whole_batch(ranks, name):
+    """Stage 3 trains all of them, the others take turns: that all are alike for a model is in the tests at N = 2."""
+
     def compare(case: Case, loop: Loop) -> list[str]:
         buffers = [name for name, _ in build(case, loop).named_buffers()]
         with exactly():
@@ -315,6 +324,9 @@ def test_in_float64_every_stage_trains_as_one_process_with_the_whole_batch(ranks
         return found
 
     case = (EVERY_MODEL | BEYOND_DDP)[name]
+    if name not in (*QUICK, *BEYOND_DDP):
+        turn = ON_THREE.index(name) % 3
+        case = replace(case, stages=tuple(stage for stage in case.stages if stage in (turn, 3)))
     loop = Loop("AdamW", 2, micro_batches=2, no_sync=True, clip=(0.05, 2.0), watch=False, dtype=torch.float64)
     assert agree(ranks(3).run(compare, case, loop))
 
@@ -397,13 +409,13 @@ def test_bf16_strays_no_further_from_fp32_than_twice_what_torch_ddp_in_bf16_does
 
     def distances(optimizer: str) -> dict:
         case = ZOO["plain blocks"]
-        fp32 = Loop(optimizer, steps=6, micro_batches=micro_batches, no_sync=True, watch=False)
+        fp32 = Loop(optimizer, steps=4, micro_batches=micro_batches, no_sync=True, watch=False)
         bf16 = replace(fp32, compute_dtype=torch.bfloat16)
         with exactly():
             true, theirs = train(case, fp32, TorchDDP), train(case, bf16, CastDDP)
         return {"DDP": distance(theirs, true)} | {k: distance(run, true) for k, run in each_stage(case, bf16).items()}
 
-    for optimizer in ("SGD", "AdamW"):
+    for optimizer in ("SGD", "AdamW") if world_size == 2 else ("AdamW",):
         for result in ranks(world_size).run(distances, optimizer):
             assert 0 < result["DDP"] < 1
             assert all(result[stage] <= 2 * result["DDP"] for stage in STAGES), result

@@ -2,7 +2,7 @@
 
 import json
 import linecache
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -142,10 +142,12 @@ def test_a_file_without_a_stage_is_refused_in_one_line(text, named, tmp_path, mo
     assert named in said and len(said.splitlines()) == 1
 
 
-def test_make_grade_s_command_has_a_status(tmp_path):
-    command = [sys.executable, "-m", "zero_mini.course.judge", str(tmp_path / "none.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+def test_make_grade_s_command_has_a_status(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["judge", str(tmp_path / "none.py")])
+    monkeypatch.delitem(sys.modules, "zero_mini.course.judge.__main__")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("zero_mini.course.judge", run_name="__main__")
+    assert ended.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("lesson", range(1, 5))

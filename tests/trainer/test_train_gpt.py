@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked import Forked, job_of_two
 from says import naming, tells
 
 from zero_mini import train_gpt
@@ -212,9 +213,10 @@ def test_host_memory_without_checkpointing_is_refused(capsys):
 
 
 def test_weights_written_by_two_ranks_at_stage_3_start_one_rank_at_stage_0(tmp_path, alone, capsys):
-    command = [*TORCHRUN, "--nproc-per-node", "2", SCRIPT, "--stage", "3", *TINY, "--steps", "40", "--lr", "0.02"]
-    status, out, err = finish(start([*command, "--out", str(tmp_path / "two")]))
-    assert status == 0, err
+    argv = ["--stage", "3", *TINY, "--steps", "40", "--lr", "0.02", "--out", str(tmp_path / "two")]
+    job = job_of_two(tmp_path / "said", free_port(), REPOSITORY / SCRIPT, argv, argv)
+    (status, out, err), (other, nothing, _) = [rank.finish() for rank in job]
+    assert (status, other, nothing) == (0, 0, ""), err
     first = losses(tmp_path / "two")
     assert first[-1] < first[0] - 1.5
     assert out.count("validation loss: ") == 1
@@ -346,14 +348,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(alone, capsys
 # --- ranks that do not fit together -----------------------------------------------------------
 
 
-def test_ranks_with_different_arguments_leave_with_one_line_between_them():
-    port = str(free_port())
-    processes = [
-        start([sys.executable, SCRIPT, *TINY, "--lr", lr], RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-              MASTER_PORT=port)
-        for rank, lr in enumerate(("0.001", "0.01"))
-    ]  # fmt: skip
-    (status_0, _, err_0), (status_1, _, err_1) = map(finish, processes)
+def test_ranks_with_different_arguments_leave_with_one_line_between_them(tmp_path):
+    argvs = [[*TINY, "--lr", lr] for lr in ("0.001", "0.01")]
+    job = job_of_two(tmp_path, free_port(), REPOSITORY / SCRIPT, *argvs)
+    (status_0, _, err_0), (status_1, _, err_1) = [rank.finish() for rank in job]
     assert (status_0, status_1) == (2, 2)
     (line,) = said(err_0)
     assert tells(line, "--lr", "rank 0", 0.001, "rank 1", 0.01)
@@ -386,9 +384,10 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(monkeypatch):
 
 @pytest.mark.parametrize("broken", ["encoding", "pipe", "disk"])
 def test_whatever_breaks_the_printing_the_weights_are_there(tmp_path, broken):
-    command = [sys.executable, SCRIPT, *TINY, "--steps", "3", "--sample-length", "200", "--out", str(tmp_path)]
+    argv = [*TINY, "--steps", "3", "--sample-length", "200", "--out", str(tmp_path)]
+    command = [sys.executable, SCRIPT, *argv]
     if broken == "encoding":
-        status, out, err = finish(start(command, PYTHONIOENCODING="ascii"))
+        status, out, err = Forked(tmp_path, REPOSITORY / SCRIPT, *argv, PYTHONIOENCODING="ascii").finish()
         assert out.isascii() and "\r" not in out and not re.search(r"[\x00-\x09\x0b-\x1f]", out)
         assert [line for line in out.splitlines() if line.startswith("step 3/3: loss ")]
     else:

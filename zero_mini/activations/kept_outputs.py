@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Operator = torch._ops.OpOverload
 
@@ -69,33 +69,22 @@ class KeptOutputs:
 
     def keep(self, operator: Operator, args: tuple, kwargs: dict) -> object:
         outputs = operator(*args, **kwargs)
-        versions: list[int] = []
-
-        def alias(tensor: Tensor) -> Tensor:
-            # Not the tensor itself: it is about to get a graph, which would keep itself alive. This key lets the alias
-            # share the count of writes.
-            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-                same = tensor.detach()
-            versions.append(same._version)
-            return same
-
-        self.kept.append((operator, tree_map_only(Tensor, alias, outputs), versions))
+        kept = tree_map_only(Tensor, alias, outputs)
+        self.kept.append((operator, kept, versions_of(kept)))
         return outputs
 
     def take(self, queue, operator: Operator, args: tuple, kwargs: dict) -> object:
-        kept_operator, outputs, versions = next(queue, (None, None, None))
+        kept_operator, kept, versions = next(queue, (None, None, None))
         if kept_operator is not operator:
             raise RuntimeError(
                 f"checkpoint: the second run calls {operator} where the first called {kept_operator or 'no more'}; "
                 "the function must do the same in both"
             )
-        now: list[int] = []
-        tree_map_only(Tensor, lambda tensor: now.append(tensor._version), outputs)
-        if now != versions:
+        if versions_of(kept) != versions:
             raise RuntimeError(
                 f"checkpoint: an output of {operator} that was kept was changed in place; clone() it first"
             )
-        return outputs
+        return tree_map_only(Tensor, alias, kept)
 
     def warn_if_none(self) -> None:
         """Warn if no operator ran in the first run."""
@@ -105,6 +94,19 @@ class KeptOutputs:
                 "compiled, has dropout, or has a mask that torch supports by matrix products only",
                 stacklevel=3,
             )
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same values in another tensor, with the same count of writes.
+
+    What an operator returns gets a graph: kept itself, it would keep that graph, and all activations in it, alive.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # for the count
+        return tensor.detach()
+
+
+def versions_of(outputs: object) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
 class Chosen(TorchDispatchMode):

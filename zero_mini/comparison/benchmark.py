@@ -175,6 +175,7 @@ def described(work: Work) -> dict:
         "checkpointing": work.checkpointing,
         "compiled": work.compiled,
         "fused_loss": work.fused_loss,
+        "cudnn_attention": work.cudnn_attention,
         **of_loss,
         "lr": work.lr,
         "psi": psi,

@@ -104,6 +104,7 @@ class Block(nn.Module):
         super().__init__()
         d, ffn = config.d, config.ffn
         self.channels, self.heads, self.kv_heads = d // config.heads, config.heads, config.kv_heads
+        self.attend = F.scaled_dot_product_attention
         self.norm_1 = nn.RMSNorm(d, eps=1e-6)
         self.qkv = nn.Linear(d, (self.heads + 2 * self.kv_heads) * self.channels, bias=False)
         self.attn_out = nn.Linear(d, d, bias=False)
@@ -125,7 +126,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.before_attention(x, cos, sin)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        attended = self.attend(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
         x, inside = self.before_last_product(x, attended)
         return x + self.down_out(inside)
 

@@ -73,6 +73,7 @@ class Work:
     batch: int  # sequences a rank
     systems: tuple[str, ...] = (*OURS, *PEERS, *PLAIN)
     bf16: bool = True  # the computation; master copies are fp32
+    cudnn_attention: bool = False  # a Llama's attention is cuDNN's kernel, in place of torch's choice
     checkpointing: bool = False  # a block's activations are computed again in backward
     compiled: bool = False  # a block's forward and backward are compiled by torch
     fused_loss: bool = False  # the code from the last norm to the loss is compiled too: fp32 logits are never stored
@@ -94,6 +95,16 @@ QWEN_WORK = Work(
     *("Qwen2.5-1.5B shape", QWEN, 16, COMPILED), compiled=True, fused_loss=True, loss_chunks=4, short_steps=0
 )
 BOARD = LlamaConfig(L=34, d=4096, heads=32, kv_heads=32, ffn=11008, vocab=151_936, T=32_768)
+BOARD_WORK = Work(
+    *("CS336 board", BOARD, 1, BOARD_SYSTEMS),
+    checkpointing=True,
+    compiled=True,
+    fused_loss=True,
+    loss_chunks=16,
+    gate_steps=3,
+    timed_steps=4,
+    short_steps=0,
+)
 CPU_CONFIG = GPTConfig(L=4, d=256, heads=4, vocab=256, T=128)
 
 WORKS = {
@@ -115,19 +126,8 @@ WORKS = {
         Work("1.5B offload", PRESETS["1.5B"], 8, OFFLOADED),
         QWEN_WORK,
         replace(QWEN_WORK, name="Qwen2.5-1.5B shape, one-pass loss", one_pass_loss=True),
-        Work(
-            "CS336 board",
-            BOARD,
-            1,
-            BOARD_SYSTEMS,
-            checkpointing=True,
-            compiled=True,
-            fused_loss=True,
-            loss_chunks=16,
-            gate_steps=3,
-            timed_steps=4,
-            short_steps=0,
-        ),
+        BOARD_WORK,
+        replace(BOARD_WORK, name="CS336 board, cuDNN attention", cudnn_attention=True),
         Work("ablations", PRESETS["1.5B"], 8, ABLATIONS),
         Work("cpu", CPU_CONFIG, 8, ON_CPU, bf16=False, lr=1e-3),
         Work("cpu ablations", CPU_CONFIG, 8, ABLATIONS, bf16=False, lr=1e-3),
