@@ -9,9 +9,9 @@ import torch
 
 from zero_mini.course.lesson import recorded
 from zero_mini.laboratory import claims
-from zero_mini.laboratory.__main__ import EXPERIMENTS, merge, table
+from zero_mini.laboratory.__main__ import EXPERIMENTS, table
 from zero_mini.laboratory.rows import rows
-from zero_mini.laboratory.verdict import compared
+from zero_mini.laboratory.verdict import compared, merge
 
 ROOT = Path(__file__).parents[2]
 STAGES = [f"stage {stage}" for stage in range(4)]

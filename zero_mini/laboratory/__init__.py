@@ -8,7 +8,7 @@
     sampling.py      a random part of the model is updated
     balance.py       ranks with unequal numbers of examples or tokens
     claims.py        what people say that ZeRO does, each with a run
-    rows.py          the table: a verdict from each number; verdict.py has its parts
+    rows.py          the table: a verdict from each number; rows_of_systems.py and verdict.py have its parts
     __main__.py      runs them all
 
     make myths       runs __main__.py: writes measured/myths.json, prints claim, experiment, number and verdict

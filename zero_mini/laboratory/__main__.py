@@ -14,7 +14,6 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean
 
 import torch
 from tabulate import tabulate
@@ -23,6 +22,7 @@ from zero_mini.course.lesson import recorded
 from zero_mini.course.ranks import Ranks
 from zero_mini.laboratory import balance, claims, compression, deferred, sampling, server, sparse
 from zero_mini.laboratory.rows import rows
+from zero_mini.laboratory.verdict import merge
 
 EXPERIMENTS: dict[str, tuple[int, Callable, dict]] = {  # name -> (ranks, function, arguments)
     "servers, N = 2": (2, server.compare_servers, {}),
@@ -49,22 +49,6 @@ EXPERIMENTS: dict[str, tuple[int, Callable, dict]] = {  # name -> (ranks, functi
     "memory": (4, claims.memory_by_ranks, {}),
 }
 COLUMNS = ("claim", "experiment", "number", "verdict")
-BLOCK = 10  # steps whose losses are averaged in the record
-
-
-def merge(results: list) -> object:
-    """What the ranks returned -> one result: losses averaged over ranks and `BLOCK` steps, the rest is rank 0's.
-
-    >>> merge([{"losses": [1.0] * 20, "bytes": 3}, {"losses": [2.0] * 20, "bytes": 4}])
-    {'losses': [1.5, 1.5], 'bytes': 3}
-    """
-    first = results[0]
-    if isinstance(first, dict):
-        return {key: merge([result[key] for result in results]) for key in first}
-    if isinstance(first, list):
-        steps = [mean(losses) for losses in zip(*results)]
-        return [mean(steps[i : i + BLOCK]) for i in range(0, len(steps), BLOCK)]
-    return first
 
 
 def measure() -> dict[str, object]:

@@ -3,9 +3,11 @@
 Bars are the measured values themselves, for course/plots/claims.py: {"quantity", "unit", "values": {thing: value}}.
 """
 
+from statistics import mean
 from typing import NamedTuple
 
 ANSWERS = ("yes", "no", "it depends")
+BLOCK = 10  # steps whose losses are averaged in the record
 
 
 class Row(NamedTuple):
@@ -14,6 +16,21 @@ class Row(NamedTuple):
     number: str
     verdict: str
     measured: list[dict]
+
+
+def merge(results: list) -> object:
+    """What the ranks returned -> one result: losses averaged over ranks and `BLOCK` steps, the rest is rank 0's.
+
+    >>> merge([{"losses": [1.0] * 20, "bytes": 3}, {"losses": [2.0] * 20, "bytes": 4}])
+    {'losses': [1.5, 1.5], 'bytes': 3}
+    """
+    first = results[0]
+    if isinstance(first, dict):
+        return {key: merge([result[key] for result in results]) for key in first}
+    if isinstance(first, list):
+        steps = [mean(losses) for losses in zip(*results)]
+        return [mean(steps[i : i + BLOCK]) for i in range(0, len(steps), BLOCK)]
+    return first
 
 
 def judged(refuted: bool, reason: str) -> str:
@@ -75,7 +92,7 @@ def mb(nbytes: float) -> str:
     return f"{nbytes / 1e6:.3f} MB"
 
 
-def first_below(losses: list[float], limit: float, block: int = 10) -> int | None:
+def first_below(losses: list[float], limit: float, block: int = BLOCK) -> int | None:
     """The number of steps after which the mean loss of a block of steps was below `limit`; None if never.
 
     >>> first_below([4.0, 3.5, 2.9], 3.0), first_below([4.0], 3.0)

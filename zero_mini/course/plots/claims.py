@@ -38,6 +38,7 @@ VERDICTS = {"yes": OPTIMIZER, "no": GRADIENTS, "it depends": ACTIVATIONS, "open"
 LINE_IN, ROW_IN, GAP_IN, EDGE_IN = 0.15, 0.175, 0.2, 0.1
 NAMES_IN, NUMBERS_IN = 1.2, 0.85  # to the left of the bars, and to their right
 TITLE_PT, TEXT_PT = 8.5, 7.5
+DPI = 100  # 700 pixels across: a lesson has a dozen of these pictures
 
 
 def draw_claims(rows: Sequence[dict], title: str = "", note: str = "") -> Figure:
@@ -48,6 +49,7 @@ def draw_claims(rows: Sequence[dict], title: str = "", note: str = "") -> Figure
     heights = [max(height(row, across) for row in line) for line in lines]
     top = 0.65 if title else EDGE_IN
     figure = page(top + sum(heights) + GAP_IN * (len(lines) - 1) + EDGE_IN, title, note)
+    figure.set_dpi(DPI)
     for line, tall in zip(lines, heights):
         for column, row in enumerate(line):
             draw_claim(figure, EDGE_IN + column * (across + GAP_IN), top, across, row)
@@ -132,4 +134,4 @@ if __name__ == "__main__":  # python -m zero_mini.course.plots.claims zero_mini/
         record = json.load(file)
     machine, found = record["machine"], about_zero(record["myths"]["results"])
     note = f"{machine['cores']} cores of a CPU, torch {machine['torch']}, {machine['backend']}; blue: stages of ZeRO"
-    draw_claims(found, "What people say of ZeRO, and what was measured", note).savefig(sys.argv[2])
+    draw_claims(found, "What people say of ZeRO, and what was measured", note).savefig(sys.argv[2], dpi=160)
