@@ -108,7 +108,7 @@ def bar(axes: Axes, y: float, height: float, held: dict[str, float], size: float
 
 def write_above(axes: Axes, row: int, texts: list[tuple[str, float, str]], longest: float) -> None:
     """Above their segments: categories that come for the first time, and numbers that are too long to be inside."""
-    wide = [0.55 * LETTER_IN * 8 * (len(one) + len(other)) for (*_, one), (*_, other) in zip(texts, texts[1:])]
+    wide = [0.1 + 0.6 * LETTER_IN * 8 * (len(one) + len(other)) for (*_, one), (*_, other) in zip(texts, texts[1:])]
     gap = max([0.78, *wide]) / WIDTH_IN * longest
     for (category, _, text), place in zip(texts, spread([middle for _, middle, _ in texts], gap)):
         style = dict(ha="center", va="bottom", fontsize=8, fontweight="bold", color=as_text(CATEGORY[category]))
