@@ -235,8 +235,11 @@ def number(path: str, form: str) -> tuple[str, str]:
 
 
 def source(name: str, machine: dict) -> str:
-    cards = f"{machine['cards']} x {machine['card'].removeprefix('NVIDIA ')}"
-    return f"zero_mini/measured/{name}.json: {cards}, torch {machine['torch'].partition('+')[0]}"
+    if "card" in machine:
+        on = f"{machine['cards']} x {machine['card'].removeprefix('NVIDIA ')}"
+    else:
+        on = f"{machine['cores']} CPU cores"
+    return f"zero_mini/measured/{name}.json: {on}, torch {machine['torch'].partition('+')[0]}"
 
 
 def figure(alt: str, name: str) -> str:

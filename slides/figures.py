@@ -30,11 +30,13 @@ from zero_mini.course.plots import (
     moments,
     ownership,
     sent,
+    simulated,
     states,
     steps,
 )
 from zero_mini.course.plots import speed as speeds
-from zero_mini.course.plots.palette import GRADIENTS
+from zero_mini.course.plots.frame import spread
+from zero_mini.course.plots.palette import FAINT, GRADIENTS, INK, OPTIMIZER
 from zero_mini.course.plots.wire_time import draw_wire_time
 from zero_mini.course.plots.wire_time import from_measured as wire_times
 from zero_mini.wire.fit import fit
@@ -199,7 +201,97 @@ def more_than_linear() -> Figure:
     return bare(lines.draw_lines(ways, paper, "", "", "GPUs", "TFLOP/s of each GPU", log="x", low=24.0), 1.3)
 
 
+def lined(formula: dict, dots: dict, across: str, up: str, log: str = "", low: float = 0.0, line_in: float = 0.25):
+    """draw_lines for a slide: larger letters, and names at the right so far apart as these need."""
+    figure = lines.draw_lines(formula, dots, "", "", across, up, log, low)
+    (axes,) = figure.axes
+    names = [text for text in axes.texts if text.get_transform() == axes.transAxes]
+    height_in = axes.get_position().height * figure.get_size_inches()[1]
+    places = spread([text.get_position()[1] for text in names], line_in / height_in)
+    above = max(0.0, max(places) + line_in / height_in / 2 - 1.05)
+    for text, y in zip(names, places):
+        text.set_y(y - above)
+    return bare(figure, 1.35)
+
+
+def when_it_hides() -> Figure:
+    """A step over the slow link: the longer of two lines, and somewhat more."""
+    blocks_ms = (0, 2, 4, 6, 8, 10, 12, 14, 16)
+    wire = (3 * runs.BLOCKS - 2) * runs.WIRE_MS
+    formula = {
+        "wire + computing": {ms: wire + 3 * runs.BLOCKS * ms for ms in blocks_ms},
+        "computing": {ms: 3 * runs.BLOCKS * ms for ms in blocks_ms},
+        "wire": {ms: wire for ms in blocks_ms},
+    }
+    taken = {ms: step for ms, (_, step) in zip(blocks_ms, runs.steps_on_a_slow_link(*blocks_ms))}
+    return lined(formula, {"stage 3": taken}, "ms that a block computes in forward", "ms a step")
+
+
+def what_never_hides() -> Figure:
+    ((spans, ms),) = runs.steps_on_a_slow_link(8)
+    return bare(gantt.draw_gantt(spans, until=ms))
+
+
+def figure_1_measured() -> Figure:
+    figure = bare(simulated.draw_simulated(**simulated.from_measured(recorded("figure1"))), 1.05)
+    axes = figure.axes[0]
+    axes.set_xlabel("GB (1e9 bytes)", fontsize=8.4, color=FAINT)
+    return figure
+
+
+def losses_of(experiment: str, *names: str) -> Figure:
+    """Of the record of `make myths`, each a mean of ten steps: the first in ink, then green and orange."""
+    results = recorded("myths")["myths"]["results"][experiment]
+    curve = {name: [(10 * at, loss) for at, loss in enumerate(results[name]["losses"], 1)] for name in names}
+    return colours_apart(curve)
+
+
+def losses_of_stale_gradients() -> Figure:
+    results = recorded("myths")["myths"]["results"]["staleness"]
+    names = "staleness 0", "staleness 1", "staleness 2"
+    return colours_apart({name: [(10 * at, loss) for at, loss in enumerate(results[name], 1)] for name in names})
+
+
+def colours_apart(curve: dict[str, list[tuple[int, float]]]) -> Figure:
+    figure = bare(curves.draw_curves(curve, colours=dict(zip(curve, (INK, OPTIMIZER, GRADIENTS)))), 1.45)
+    for axes in figure.axes:
+        names = [text for text in axes.texts if text.get_text().strip()]
+        low, high = axes.get_ylim()
+        height_in = axes.get_position().height * figure.get_size_inches()[1]
+        for text, y in zip(names, spread([text.get_position()[1] for text in names], 0.24 / height_in * (high - low))):
+            text.set_y(y)
+    return figure
+
+
+def what_stays() -> Figure:
+    """7.5B at stage 3: states fall as 1/N, the peak of a step does not."""
+    runs_of = [run for run in recorded("table1")["simulated"] if run["model"] == "7.5B" and run["stage"] == 3]
+    psi = runs_of[0]["psi"]
+    formula = {"states": {run["world_size"]: 14 * psi / run["world_size"] / 1e9 for run in runs_of}}
+    dots = {
+        "states": {run["world_size"]: run["states_bytes"] / 1e9 for run in runs_of},
+        "peak of\na step": {run["world_size"]: run["moments"]["step 2"]["peak_bytes"] / 1e9 for run in runs_of},
+    }
+    return lined(formula, dots, "N", "GB on rank 0", log="xy", line_in=0.3)
+
+
+def too_large_a_batch() -> Figure:
+    """Days for a trillion parameters, if tokens grow with the batch as D (1 + B / critical): lesson 11."""
+    flops = 1e12 * recorded("speed")["works"]["1.5B"]["scores"]["zero-3"]["tflops"]
+    critical, T, tokens, psi = 8e6, 4096, 20e12, 1e12
+
+    def days(gpus: int, batch: float) -> float:
+        return 6 * psi * tokens * (1 + batch / critical) / (gpus * flops) / 86400
+
+    counts = [2**k for k in range(8, 19)]
+    formula = {"batch of\n1M tokens": {n: days(n, 1e6) for n in counts}}
+    for share, name in ((1, "ZeRO alone"), (8, "8 GPUs\na sequence"), (64, "64 GPUs\na sequence")):
+        formula[name] = {n: days(n, max(1e6, n * T / share)) for n in counts}
+    return lined(formula, {}, "GPUs", "days", log="xy", line_in=0.44)
+
+
 RUN = "slides/runs.py: a small GPT on 2 CPU ranks"
+CLOCK = "slides/runs.py: 8 blocks on 2 CPU ranks, over a link whose clock is counted"
 CALCULATED = "zero_mini/memory/formulas.py: the paper's formulas"
 FIGURES: dict[str, Picture] = {
     "reduce-scatter": Picture(partial(ring, "reduce_scatter"), "zero_mini/course/plots/steps.py"),
@@ -230,4 +322,13 @@ FIGURES: dict[str, Picture] = {
     "checkpointing": Picture(activations_kept_and_not, RUN),
     "bug-adamw": Picture(partial(losses_of_a_bug, "AdamW"), RUN),
     "bug-sgd": Picture(partial(losses_of_a_bug, "SGD"), RUN),
+    "hides": Picture(when_it_hides, CLOCK),
+    "never-hides": Picture(what_never_hides, CLOCK),
+    "figure1": Picture(figure_1_measured, "figure1"),
+    "what-stays": Picture(what_stays, "table1"),
+    "batch-limit": Picture(too_large_a_batch, "speed/works/1.5B"),
+    "stale": Picture(losses_of_stale_gradients, "myths"),
+    "top-k": Picture(partial(losses_of, "densities", "all-reduce", "top 1.0%, feedback", "top 1.0%"), "myths"),
+    "one-bit": Picture(partial(losses_of, "codecs", "all-reduce", "1 bit, feedback", "1 bit"), "myths"),
+    "samples": Picture(partial(losses_of, "samples", "torch DDP", "p = 0.5, adaptive", "p = 0.1, as it is"), "myths"),
 }

@@ -1,10 +1,13 @@
 """What the package says when something is wrong, word for word: each function makes the mistake on two CPU ranks.
 
+At the end are tables that are calculated or counted: nobody types their numbers.
+
 Left out: line numbers and paths in tracebacks, which are those of the machine that builds the slides.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 import time
@@ -13,9 +16,10 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from runs import CONFIG, N, model_and_batch
+from runs import CONFIG, N, first_losses, model_and_batch
 from torch import nn
 
+from zero_mini.course.lesson import recorded
 from zero_mini.course.ranks import RankError, Ranks
 from zero_mini.trainer.gpt import GPT
 from zero_mini.zeroify import zeroify
@@ -180,3 +184,22 @@ TEN = (
     "the second gather of stage 3 is left out",
     "the slot is not waited for",
 )
+
+
+def days() -> str:
+    """How long a training takes by 6 Psi tokens, if each GPU does what one did for 1.5B at stage 3."""
+    flops, counts = 1e12 * recorded("speed")["works"]["1.5B"]["scores"]["zero-3"]["tflops"], (64, 1024, 16384, 131072)
+    rows = ["parameters   N =" + "".join(f"{gpus:>10,}" for gpus in counts)]
+    for name, psi in {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}.items():
+        took = (6 * psi * 20 * psi / (gpus * flops) / 86400 for gpus in counts)
+        rows.append(f"{name:>10}      " + "".join(f"{each:10.2g}" if each < 10 else f"{each:10,.0f}" for each in took))
+    return "\n".join(rows)
+
+
+def trap() -> str:
+    """First losses that are true, and one that only looks true."""
+    found = first_losses()
+    rows = [f"{'':22}   first loss   states of the rank", f"{'ln V':22}   {math.log(CONFIG.vocab):10.6f}"]
+    for name, (loss, nbytes) in found.items():
+        rows.append(f"{name:22}   {loss:10.6f}" + (f"   {nbytes:,} bytes" if nbytes else ""))
+    return "\n".join(rows)

@@ -6,19 +6,25 @@ Each function runs once in a build. What takes a GPU is recorded in zero_mini/me
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zero_mini.activations.checkpointing import checkpoint_blocks
 from zero_mini.comm import Comm
+from zero_mini.course.plots.gantt import Span
 from zero_mini.course.ranks import run
-from zero_mini.trainer.gpt import GPT, GPTConfig
+from zero_mini.simulate.setup import Setup
+from zero_mini.simulate.values import Values
+from zero_mini.trainer.gpt import GPT, GPTConfig, init_rule
 from zero_mini.trainer.text import load
 from zero_mini.update.loss_scale import LossScaler
+from zero_mini.wire.throttled import ThrottledComm
 from zero_mini.zeroify import zeroify
 
 if TYPE_CHECKING:
@@ -135,6 +141,110 @@ def loss_scales() -> list[tuple[float, bool]]:
         return seen
 
     return run(train, N)[0]
+
+
+# --- the wire ---------------------------------------------------------------------------------
+
+BLOCKS, BLOCK_D, WIRE_MS = 8, 128, 8  # equal blocks; the link takes so long for a gather or a reduction of one
+
+
+class Clock:
+    """Time that passes when somebody sleeps, and not otherwise: what comes out is the same on every machine."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Busy(torch.autograd.Function):
+    """Takes some seconds in forward, and twice as long in backward."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, seconds: float, compute: Callable) -> torch.Tensor:
+        ctx.seconds, ctx.compute = seconds, compute
+        compute(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple:
+        ctx.compute(2 * ctx.seconds)
+        return grad, None, None
+
+
+class BusyBlock(nn.Linear):
+    """A block that computes for so long."""
+
+    def __init__(self, seconds: float, compute: Callable) -> None:
+        super().__init__(BLOCK_D, BLOCK_D, bias=False)
+        self.seconds, self.compute = seconds, compute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Busy.apply(super().forward(x), self.seconds, self.compute)
+
+
+class Traced(ThrottledComm):
+    """Notes when its link carries what, as (rank, lane, label, start, end) in ms."""
+
+    def launch(self, kind: str, unit: str, *what):
+        launched = super().launch(kind, unit, *what)
+        end = self.link.free_at
+        start = end - self.link.seconds(self.ledger.calls[-1], self.world_size)
+        self.spans.append((self.rank, "wire", f"{kind} {unit}", 1e3 * start, 1e3 * end))
+        return launched
+
+
+@cache
+def steps_on_a_slow_link(*blocks_ms: float) -> list[tuple[list[Span], float]]:
+    """The second step at stage 3, its spans and its ms, for each time that a block computes in forward."""
+
+    def step(ms: float) -> tuple[list[tuple], float]:
+        clock = Clock()
+        comm = Traced(bytes_per_s=BLOCK_D**2 * 4 / 2 / (1e-3 * WIRE_MS), clock=clock, sleep=clock.sleep)
+        comm.spans = []
+
+        def compute(seconds: float) -> None:
+            comm.spans.append((comm.rank, "compute", "matmul", 1e3 * clock.now, 1e3 * (clock.now + seconds)))
+            clock.sleep(seconds)
+
+        model = nn.Sequential(*(BusyBlock(1e-3 * ms, compute) for _ in range(BLOCKS)))
+        zero = zeroify(model, torch.optim.SGD(model.parameters(), lr=0.1), 3, comm=comm)
+        for _ in range(2):
+            begun = 1e3 * clock.now
+            model(torch.ones(2, BLOCK_D)).sum().backward()
+            zero.optimizer.step()
+            zero.optimizer.zero_grad()
+            zero.wait()
+        shown = [(*what, start - begun, end - begun) for *what, start, end in comm.spans if end > begun]
+        return shown, 1e3 * clock.now - begun
+
+    found = run(lambda: [step(ms) for ms in blocks_ms], N)[0]
+    return [([Span(*row) for row in rows], ms) for rows, ms in found]
+
+
+# --- absent ranks -----------------------------------------------------------------------------
+
+
+@cache
+def first_losses(world_size: int = 64) -> dict[str, tuple[float, int | None]]:
+    """The first loss of a small GPT at stage 3 in fp32, and bytes of states: on real ranks, and alone in two ways."""
+    setup = Setup(CONFIG, world_size=world_size, precision="fp32", checkpoint=False)
+
+    def real() -> float:
+        values = Values(partial(init_rule, L=CONFIG.L))
+        with torch.device("meta"):
+            model = GPT(CONFIG, setup.loss_chunks)
+        zero = zeroify(model, torch.optim.AdamW(model.parameters()), 3, device="cpu", initialise=values.initialise)
+        return setup.training().compute(zero).item()
+
+    found: dict[str, tuple[float, int | None]] = {f"{N} real ranks": (run(real, N)[0], None)}
+    for name, own_slice in {"Absent": False, "OwnSlice": True}.items():
+        result = replace(setup, own_slice=own_slice).run(steps=1)[1]
+        found[f"rank 0 of {world_size}, {name}"] = result["losses"][0], result["states_bytes"]
+    return found
 
 
 # --- bugs -------------------------------------------------------------------------------------
