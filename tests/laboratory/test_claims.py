@@ -14,6 +14,7 @@ from zero_mini.laboratory.rows import rows
 from zero_mini.laboratory.verdict import compared, merge
 
 ROOT = Path(__file__).parents[2]
+LESSON = ROOT / "notebooks" / "12_what_zero_is_not.ipynb"
 STAGES = [f"stage {stage}" for stage in range(4)]
 
 
@@ -127,6 +128,20 @@ def test_another_number_is_another_verdict():
         "ZeRO sends less",
         "the peak of stage 2 is always below that of stage 1",
     }
+
+
+def test_the_lesson_asks_for_each_prediction_before_it_judges_the_claim_and_gives_none():
+    cells = ["".join(c["source"]) for c in json.loads(LESSON.read_text())["cells"] if c["cell_type"] == "code"]
+    asked, judged = {}, {}
+    for place, source in enumerate(cells):
+        if source.startswith("predictions"):
+            asked |= {claim: place for claim in re.findall(r'"([^"?]+)"', source)}
+            assert set(re.findall(r'(?:: |= )"(.*?)"', source)) == {"?"}, source
+        for claims_of in re.findall(r"^judge\((.*?)\)$", source, re.M | re.S):
+            judged |= {claim: place for claim in re.findall(r'"(.+?)"', claims_of)}
+    claimed = {row["claim"] for row in recorded("myths")["myths"]["rows"]}
+    assert set(asked) == set(judged) == claimed
+    assert all(asked[claim] < judged[claim] for claim in claimed)
 
 
 def test_the_page_of_facts_has_the_recorded_table():
