@@ -1,5 +1,6 @@
 """What people say of ZeRO, each with a run; and the recorded table is drawn from the recorded numbers."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from zero_mini.laboratory.rows import rows
 from zero_mini.laboratory.verdict import compared, merge
 
 ROOT = Path(__file__).parents[2]
+LESSON = ROOT / "notebooks" / "12_what_zero_is_not.ipynb"
 STAGES = [f"stage {stage}" for stage in range(4)]
 
 
@@ -127,6 +129,23 @@ def test_another_number_is_another_verdict():
         "ZeRO sends less",
         "the peak of stage 2 is always below that of stage 1",
     }
+
+
+def test_the_lesson_asks_for_each_prediction_before_it_judges_the_claim_and_gives_none():
+    cells = ["".join(c["source"]) for c in json.loads(LESSON.read_text())["cells"] if c["cell_type"] == "code"]
+    asked, judged = {}, {}
+    for place, source in enumerate(cells):
+        if source.startswith("predictions"):
+            given = {"predictions": {}}
+            exec(source, given)
+            assert set(given["predictions"].values()) == {"?"}, source
+            asked |= dict.fromkeys(given["predictions"], place)
+        for call in re.findall(r"^judge(\(.+?\))$", source, re.M):
+            claim = ast.literal_eval(call)
+            judged |= dict.fromkeys([claim] if isinstance(claim, str) else claim, place)
+    claimed = {row["claim"] for row in recorded("myths")["myths"]["rows"]}
+    assert set(asked) == set(judged) == claimed
+    assert all(asked[claim] < judged[claim] for claim in claimed)
 
 
 def test_the_page_of_facts_has_the_recorded_table():

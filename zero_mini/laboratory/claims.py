@@ -1,4 +1,4 @@
-"""What people say that ZeRO does, each as a run. `__main__.py` has the claims, the predictions and the verdicts.
+"""What people say that ZeRO does, each as a run. rows.py has the claims and the verdicts.
 
     accuracy_and_speed    does it cost accuracy? does it converge faster?
     traffic_and_time      does it send less? is 1.5 x the traffic 1.5 x the time?
