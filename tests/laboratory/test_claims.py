@@ -1,5 +1,6 @@
 """What people say of ZeRO, each with a run; and the recorded table is drawn from the recorded numbers."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -135,10 +136,13 @@ def test_the_lesson_asks_for_each_prediction_before_it_judges_the_claim_and_give
     asked, judged = {}, {}
     for place, source in enumerate(cells):
         if source.startswith("predictions"):
-            asked |= {claim: place for claim in re.findall(r'"([^"?]+)"', source)}
-            assert set(re.findall(r'(?:: |= )"(.*?)"', source)) == {"?"}, source
-        for claims_of in re.findall(r"^judge\((.*?)\)$", source, re.M | re.S):
-            judged |= {claim: place for claim in re.findall(r'"(.+?)"', claims_of)}
+            given = {"predictions": {}}
+            exec(source, given)
+            assert set(given["predictions"].values()) == {"?"}, source
+            asked |= dict.fromkeys(given["predictions"], place)
+        for call in re.findall(r"^judge(\(.+?\))$", source, re.M):
+            claim = ast.literal_eval(call)
+            judged |= dict.fromkeys([claim] if isinstance(claim, str) else claim, place)
     claimed = {row["claim"] for row in recorded("myths")["myths"]["rows"]}
     assert set(asked) == set(judged) == claimed
     assert all(asked[claim] < judged[claim] for claim in claimed)

@@ -108,7 +108,17 @@ def words_of(row: dict, across: float) -> tuple[list[str], str, list[str], float
     word, reason = (word, reason) if reason else ("open", word)
     indent = 0.2 + len(word) * LETTER_IN * TEXT_PT
     letters = [int(inches / (LETTER_IN * size)) for inches, size in ((across, TITLE_PT), (across - indent, TEXT_PT))]
-    return wrap(row["claim"], letters[0]), word, wrap(reason, letters[1]), indent
+    return even(row["claim"], letters[0]), word, even(reason, letters[1]), indent
+
+
+def even(text: str, letters: int) -> list[str]:
+    """As few lines as `wrap` needs, of about the same length.
+
+    >>> even("below that of stage 1", 20), even("short", 20)
+    (['below that', 'of stage 1'], ['short'])
+    """
+    fewest = len(wrap(text, letters))
+    return wrap(text, min(width for width in range(1, letters + 1) if len(wrap(text, width)) == fewest))
 
 
 def number(value: float) -> str:
