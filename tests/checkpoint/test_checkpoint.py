@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import filelock
 import pytest
@@ -157,7 +158,7 @@ def interrupted(folder: Path, background: bool, **options) -> tuple[list[str], i
     return found, whole.zero.scaler.skipped if whole.zero.scaler else 0
 
 
-@pytest.mark.parametrize("N, stages", [(1, (0, 3)), (2, (0, 1, 2, 3)), pytest.param(3, (2,), marks=pytest.mark.check)])
+@pytest.mark.parametrize("N, stages", [(1, (3,)), (2, (0, 1, 2, 3)), pytest.param(3, (2,), marks=pytest.mark.check)])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path, N, stages):
     kinds = {
         "AdamW": {"optimizer": adamw},
@@ -169,6 +170,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path, N, s
     def all_kinds():
         for stage in stages:
             for index, (name, options) in enumerate(kinds.items()):
+                if stage < 2 and index % 2 != stage:  # which hold whole parameters, as 2 does
+                    continue
                 folder = tmp_path / f"{name} {stage}"
                 found, skipped = interrupted(folder, background=(stage + index) % 2 == 0, stage=stage, **options)
                 assert found == [], (name, stage)
@@ -271,7 +274,8 @@ def own_part(zero, whole: dict) -> list[str]:
 def test_any_stage_and_any_number_of_ranks_load_what_any_number_of_ranks_saved(ranks, tmp_path):
     """The states to the bit, and a step more as the uninterrupted run takes it.
 
-    Each number of ranks saves at one stage, another one each: files do not depend on it, as the next test shows.
+    Each number of ranks saves at one stage, another one each: files do not depend on it, as the next test shows. Each
+    number of ranks loads what each saved, and so does each stage, but not each stage on each number of ranks.
     """
 
     def begin():
@@ -290,7 +294,7 @@ def test_any_stage_and_any_number_of_ranks_load_what_any_number_of_ranks_saved(r
         for stage in range(4):
             zero = awkward(stage, seed=1)
             awkward_steps(zero, range(5, 6))
-            for place, state in saved.items():
+            for place, state in list(saved.items())[(stage + zero.world_size) % 2 :: 2]:
                 assert load(tmp_path / place, zero).step == 2
                 assert own_part(zero, state) == [], (place, stage)
                 assert differences(expected, awkward_steps(zero, range(2, 3)), within=1e-9) == [], (place, stage)
@@ -767,11 +771,11 @@ def dying(folder: Path, victim: int, number: int) -> int:
 
         return action
 
-    with pytest.MonkeyPatch.context() as patch:
+    with contextlib.ExitStack() as stack:
         for name in ("fsync", "rename", "mkdir", "unlink", "rmdir"):
-            patch.setattr(os, name, counted(getattr(os, name), 1))
-        patch.setattr(files, "seal", counted(seal, 1))
-        patch.setattr(Hashed, "write", counted(Hashed.write, 120))  # in the midst of a file
+            stack.enter_context(patch.object(os, name, counted(getattr(os, name), 1)))
+        stack.enter_context(patch.object(files, "seal", counted(seal, 1)))
+        stack.enter_context(patch.object(Hashed, "write", counted(Hashed.write, 120)))  # in the midst of a file
         job.save(folder, background=number % 2 == 1).close()
     act()
     return count

@@ -1,9 +1,11 @@
 """The benchmark: what it lets through its gate, what becomes of a run that fails, and what it keeps."""
 
+import functools
 import json
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,10 +117,15 @@ def test_the_baseline_updates_one_of_n_parts_of_the_parameters(bf16):
 # --- ablations --------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def stage_3(ranks) -> Callable[[Work], dict]:
+    return functools.cache(lambda work: row(ranks, "zero-3", work))
+
+
 @pytest.mark.parametrize("ablation", [name for name in ABLATIONS if name.startswith("zero-3 ")])
-def test_an_ablation_computes_what_stage_3_does_to_the_bit(ranks, ablation):
+def test_an_ablation_computes_what_stage_3_does_to_the_bit(ranks, stage_3, ablation):
     work = replace(TINY, bf16=ablation == "zero-3 16-bit shard")  # in fp32 its shard is the master
-    stage_3, other = row(ranks, "zero-3", work), row(ranks, ablation, work)
+    stage_3, other = stage_3(work), row(ranks, ablation, work)
     assert other["losses"] == stage_3["losses"]
     if work.bf16:
         units = ranks(2).run(lambda: sum(u.S for u in systems.build("zero-3", work, torch.device("cpu")).zero.units))

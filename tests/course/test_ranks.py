@@ -169,13 +169,16 @@ def test_a_result_that_cannot_be_copied_is_an_error_that_says_so():
 # ---- what a function finds on its rank
 
 
-def test_the_cores_are_shared_out_and_warnings_are_silent(ranks, capfd):
+def test_the_cores_are_shared_out_unless_fewer_are_asked_for_and_warnings_are_silent(monkeypatch, capfd):
     def threads():
         warnings.warn("not shown", stacklevel=1)
         return torch.get_num_threads()
 
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    assert ranks(2).run(threads) == [max(1, cores // 2)] * 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert run(threads, 1) == [1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1000")
+    assert run(threads, 2) == [max(1, cores // 2)] * 2
     assert capfd.readouterr() == ("", "")
 
 

@@ -157,9 +157,10 @@ def _tidy_up() -> None:
 
 
 def join(rank: int, world_size: int, backend: str, device: str, port: int, timeout_s: float) -> None:
-    """The first call of a rank: join the job."""
+    """The first call of a rank: join the job, with a share of the cores, or OMP_NUM_THREADS if that is less."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // world_size))
+    share = max(1, cores // world_size)
+    torch.set_num_threads(min(share, int(os.environ.get("OMP_NUM_THREADS", "").partition(",")[0] or share)))
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
