@@ -38,7 +38,15 @@ import torch
 from torch import nn
 from torch._utils import _flatten_dense_tensors
 
-from zero_mini.binding.parameter import HeldParameter, HiddenParameter, grad_of, plainly, set_data, set_grad
+from zero_mini.binding.parameter import (
+    HeldParameter,
+    HiddenParameter,
+    give_memory,
+    grad_of,
+    plainly,
+    set_data,
+    set_grad,
+)
 
 if TYPE_CHECKING:
     from zero_mini.comm import Launched
@@ -165,9 +173,11 @@ class Unit:
         with torch.no_grad():
             for name, param, view in zip(self.names, self.params, self.views(buffer)):
                 if param.is_meta:
-                    initialise(name, view)
-                    # .data: a count of writes of its own. param stays the same object.
-                    torch.utils.swap_tensors(param, nn.Parameter(view.data, self.trainable))
+                    tensor = view.detach()
+                    initialise(name, tensor)
+                    if (tensor.data_ptr(), tensor.stride()) != (view.data_ptr(), view.stride()):
+                        view.copy_(tensor)  # it was given other memory, by `tensor.data = ...`
+                    give_memory(param, view)
                 else:
                     view.copy_(param)
                     set_data(param, view)

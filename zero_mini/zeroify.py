@@ -116,6 +116,7 @@ def zeroify(
 def take_over(zero: Script, initialise: Callable[[str, torch.Tensor], None] | None) -> None:
     """Values become what the stage keeps of them. Unit by unit, so that the peak is the final states plus one unit."""
     zero.prepare()
+    hooks.keep_in_buffers(zero.model)
     for unit in zero.units:
         values = unit.take_values(initialise, zero.master_dtype, zero.device)
         zero.comm.broadcast(values, unit.name).wait()
@@ -129,7 +130,6 @@ def take_over(zero: Script, initialise: Callable[[str, torch.Tensor], None] | No
             param.unit = unit
             param.__class__ = type(param) if isinstance(param, HeldParameter) else HeldParameter
         unit.stage = weakref.ref(zero)
-    hooks.keep_in_buffers(zero.model)
     zero.model.to(zero.device)  # only buffers are left to move
     zero.sync_buffers()
     zero.comm.ledger.end_step()

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 
 from zero_mini.binding.split import split_blocks
 from zero_mini.memory.recorder import Recorder
@@ -52,3 +53,50 @@ def test_finer_units_lower_the_peak_of_the_start():
     _, _, whole, _ = peak_of_the_start(3, torch.bfloat16, on_meta=True)
     _, _, split, _ = peak_of_the_start(3, torch.bfloat16, on_meta=True, most_numel=20_000)
     assert split < 0.5 * whole
+
+
+# --- models on the meta device ------------------------------------------------------------------------
+
+
+def started(build, stage, initialise) -> nn.Module:
+    with torch.device("meta"):
+        model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    zeroify(model, optimizer, stage, comm=Absent(0, 2), device="cpu", initialise=initialise)
+    return model
+
+
+def other_memory(name: str, tensor: torch.Tensor) -> None:
+    tensor.data = torch.full_like(tensor, 7.0)
+
+
+def same_memory(name: str, tensor: torch.Tensor) -> None:
+    tensor.fill_(7.0)
+
+
+@pytest.mark.parametrize("initialise", [same_memory, other_memory])
+@pytest.mark.parametrize("build", [lambda: nn.Linear(4, 4), lambda: nn.LSTM(4, 4, 2)], ids=["Linear", "LSTM"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_on_meta_has_the_values_of_initialise_however_it_sets_them(stage, build, initialise):
+    model = started(build, stage, initialise)
+    assert all((value == 7).all() for value in model.state_dict().values())
+    model(torch.ones(2, 3, 4))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_on_meta_keeps_attributes_and_hooks(stage):
+    seen, handles = [], []
+
+    def build():
+        model = nn.Linear(4, 4)
+        model.weight.is_matrix = True
+        handles.append(model.weight.register_hook(lambda grad: seen.append("gradient")))
+        handles.append(model.bias.register_post_accumulate_grad_hook(lambda param: seen.append("bias")))
+        return model
+
+    model = started(build, stage, same_memory)
+    model(torch.ones(1, 4)).sum().backward()
+    assert model.weight.is_matrix and sorted(seen) == ["bias", "gradient"]
+    [handle.remove() for handle in handles]
+    model(torch.ones(1, 4)).sum().backward()
+    assert len(seen) == 2

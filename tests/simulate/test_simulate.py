@@ -34,7 +34,7 @@ def batch(shape: GPTConfig = SHAPE) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def first_step(stage, comm=None, dtype=torch.float32, clip=None, shape=SHAPE, **options) -> dict:
+def first_step(stage, comm=None, dtype=torch.float32, clip=None, norm_type=2.0, shape=SHAPE, **options) -> dict:
     """The loss, the norm, and after the step this rank's part of every master; the next loss."""
     with torch.device("meta"):
         model = GPT(shape)
@@ -44,16 +44,23 @@ def first_step(stage, comm=None, dtype=torch.float32, clip=None, shape=SHAPE, **
     if isinstance(comm, Absent):
         comm.follow(zero)
     loss = model(*batch(shape))
-    loss.backward()
-    norm = None if clip is None else zero.clip_grad_norm_(clip).item()
+    zero.scale(loss).backward()
+    norm = None if clip is None else zero.clip_grad_norm_(clip, norm_type).item()
     optimizer.step()
     optimizer.zero_grad()
     masters = {unit.name: unit.master.detach().clone() for unit in zero.units}
     return {"loss": loss.item(), "norm": norm, "masters": masters, "calls": zero.ledger}
 
 
-def all_stages(dtype, clip) -> list[dict]:
-    return [first_step(stage, dtype=dtype, clip=clip) for stage in STAGES]
+def all_stages(dtype, clip, norm_type=2.0) -> list[dict]:
+    return [first_step(stage, dtype=dtype, clip=clip, norm_type=norm_type) for stage in STAGES]
+
+
+def assert_same_step(mine: dict, real: dict) -> None:
+    for what in ("loss", "norm", "calls"):
+        assert mine[what] == real[what], what
+    for name, master in real["masters"].items():
+        assert torch.equal(mine["masters"][name], master), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -63,12 +70,16 @@ def test_the_first_step_is_that_of_real_ranks_to_the_bit(ranks, N, dtype, clip):
     everyone = ranks(N).run(all_stages, dtype, clip)
     for rank in {0, N - 1}:
         for stage in STAGES:
-            mine, real = first_step(stage, Absent(rank, N, values()), dtype, clip), everyone[rank][stage]
-            assert mine["loss"] == real["loss"]
-            assert mine["norm"] == real["norm"]
-            assert mine["calls"] == real["calls"]
-            for name, master in real["masters"].items():
-                assert torch.equal(mine["masters"][name], master), (stage, rank, name)
+            assert_same_step(first_step(stage, Absent(rank, N, values()), dtype, clip), everyone[rank][stage])
+
+
+@pytest.mark.parametrize("dtype, norm_type", [(torch.float32, math.inf), (torch.float16, 2.0)], ids=["inf", "fp16"])
+def test_absent_ranks_have_the_norm_of_order_inf_and_both_in_one_step_of_fp16(ranks, dtype, norm_type):
+    everyone = ranks(2).run(all_stages, dtype, 0.01, norm_type)
+    for rank in range(2):
+        for stage in STAGES:
+            mine = first_step(stage, Absent(rank, 2, values()), dtype, 0.01, norm_type)
+            assert_same_step(mine, everyone[rank][stage])
 
 
 @pytest.mark.check

@@ -50,10 +50,14 @@ def connect(zero) -> None:
 
 
 def keep_in_buffers(model: nn.Module) -> None:
-    """cuDNN moves the weights of an LSTM to a buffer of its own, whenever the model moves: not out of a unit's."""
+    """cuDNN moves the weights of an LSTM to a buffer of its own, whenever the model moves: not out of a unit's.
+
+    An LSTM has weak references to its weights, and torch swaps no tensor that has one. model.to() makes new ones.
+    """
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters = nothing_to_do
+            module._flat_weight_refs = []
 
 
 def nothing_to_do() -> None:

@@ -169,6 +169,18 @@ class Shard(nn.Parameter):
         return f"Shard of {self.unit.name}, {self.numel()} elements of {self.dtype}"
 
 
+def give_memory(param: nn.Parameter, values: torch.Tensor) -> None:
+    """A parameter on the meta device gets the memory of `values`, and keeps attributes, hooks and identity."""
+    hooks, hooks_after = param._backward_hooks, param._post_accumulate_grad_hooks
+    real = nn.Parameter(values.data, param.requires_grad)  # .data: a count of writes of its own
+    vars(real).update(vars(param))
+    torch.utils.swap_tensors(param, real)
+    if hooks:
+        param._backward_hooks = hooks
+    if hooks_after:
+        param._post_accumulate_grad_hooks = hooks_after
+
+
 def run_out_of_turn(operation, args: tuple, kwargs: dict):
     from zero_mini.binding.out_of_turn import run  # not at the top: it imports this module
 

@@ -25,6 +25,7 @@ from zero_mini.flat import Unit
 from zero_mini.simulate.values import Values
 
 IN_TURN = 8  # up to so many ranks gloo adds the terms one after the other
+ORDERS = (2.0, float("inf"))  # of norms: to clip, and to see an overflow in fp16
 AT_ONCE = 1 << 22  # elements that are added up together: they need temporary memory
 
 
@@ -45,7 +46,9 @@ class Absent(Comm):
         self.values = values
         self.kept: dict[str, Tensor] = {}  # a unit's name -> its values at the start, without `values`
         self.units: dict[str, Unit] = {}
-        self.norms: dict[str, Tensor | None] = {}  # a unit's name -> the norms (N) of the ranks' slices of its mean
+        # A unit's name -> order -> the norms (N) of the ranks' slices of its mean; None if they are not known.
+        self.norms: dict[str, dict[float, Tensor] | None] = {}
+        self.step_of_norms = 0
 
     def follow(self, zero) -> None:
         """From now on the layout of the handle's units is known."""
@@ -59,8 +62,11 @@ class Absent(Comm):
             parts = buffer.chunk(self.world_size)
             for part in parts if self.world_size <= IN_TURN else ():  # all: the norm needs every rank's slice
                 self.add_up(part)
+            if self.step_of_norms != self.ledger.steps:
+                self.norms, self.step_of_norms = {}, self.ledger.steps
             # A second micro-batch adds to the mean: the norm of the sum is not known.
-            self.norms[unit] = None if unit in self.norms else norms_of(parts, buffer.view(self.world_size, -1))
+            rows = buffer.view(self.world_size, -1)
+            self.norms[unit] = None if unit in self.norms else {order: norms_of(parts, rows, order) for order in ORDERS}
             put(shard, parts[self.rank])
 
         return self.launch("reduce_scatter", unit, buffer, reduce)
@@ -70,7 +76,7 @@ class Absent(Comm):
             parts = buffer.chunk(self.world_size)
             put(parts[self.rank], shard)
             if unit == "norm":
-                self.gather_norms(buffer)
+                buffer.fill_(parts[self.rank][0].clone())  # total_norm knows more
             else:
                 start = self.rank * shard.numel()
                 self.fill_in(buffer[:start], unit, 0)
@@ -91,19 +97,22 @@ class Absent(Comm):
             for _ in range(self.world_size - 1):
                 part.add_(each)
 
-    def gather_norms(self, buffer: Tensor) -> None:
-        """buffer (N) <- the norms of absent ranks' slices; this rank's norm where they are not known."""
+    def total_norm(self, norms: Tensor, norm_type: float) -> Tensor:
+        """Of absent ranks' slices too. Where their norms are not known, each has this rank's."""
         in_order = [self.norms[name] for name in self.units or self.kept if name in self.norms]
-        mine = buffer[self.rank].clone()
-        if any(norms is None for norms in in_order):
-            buffer.fill_(mine)
-        elif in_order:
+        if in_order and all(known and norm_type in known for known in in_order):
             # Of each rank's norms apart, as each rank does it: a reduction over rows may add up in another order.
-            table = torch.stack(in_order, dim=1)
-            rows = [torch.linalg.vector_norm(row) for row in table] if self.world_size <= IN_TURN else None
-            buffer.copy_(torch.stack(rows) if rows else torch.linalg.vector_norm(table, dim=1))
-            buffer[self.rank] = mine
-        self.norms = {}
+            table = torch.stack([known[norm_type] for known in in_order], dim=1)
+            if self.world_size <= IN_TURN:
+                total = torch.stack([torch.linalg.vector_norm(row, norm_type) for row in table])
+            else:
+                total = torch.linalg.vector_norm(table, norm_type, dim=1)
+            mine = norms[self.rank].clone()
+            total = total.to(norms)
+            if torch.allclose(total[self.rank], mine, rtol=1e-2, equal_nan=True):  # else gradients were changed since
+                norms = total
+                norms[self.rank] = mine
+        return super().total_norm(norms, norm_type)
 
     def fill_in(self, out: Tensor, unit: str, start: int) -> None:
         """out (n) <- elements start to start + n of the unit's flat buffer, as they were at the start of training."""
@@ -133,13 +142,13 @@ class OwnSlice(Absent):
         return super().all_gather(buffer, shard, unit)
 
 
-def norms_of(parts: Sequence[Tensor], rows: Tensor) -> Tensor:
+def norms_of(parts: Sequence[Tensor], rows: Tensor, order: float) -> Tensor:
     """parts: the N rows (S) of `rows` -> their norms (N), in fp32 at least."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
     if len(parts) <= IN_TURN:
-        return torch.stack(torch._foreach_norm(parts, 2, dtype))
+        return torch.stack(torch._foreach_norm(parts, order, dtype))
     at_once = max(1, AT_ONCE // rows.shape[1])  # it may cast them
-    return torch.cat([torch.linalg.vector_norm(some, dim=1, dtype=dtype) for some in rows.split(at_once)])
+    return torch.cat([torch.linalg.vector_norm(some, order, dim=1, dtype=dtype) for some in rows.split(at_once)])
 
 
 def put(target: Tensor, source: Tensor) -> None:
