@@ -141,6 +141,7 @@ AUTOGRAD: Lines = {
     "buffers": ["the model 'buffers'", "test_batch_norm_buffers_are_those_of_torch_ddp_on_every_rank"],
     "complex parameters": ["refused: complex"],
     "mixed dtypes": ["refused: two dtypes"],
+    "two parameters in one memory": ["refused: one memory"],
     "`Embedding(sparse=True)`": ["refused: sparse", "test_a_sparse_gradient_that_no_module_announced_is_refused"],
     "a little more memory every step": ["test_nothing_is_left_behind_by_many_steps"],
     "any of these in any order": ["test_any_training_is_what_it_is_alone"],

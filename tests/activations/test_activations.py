@@ -584,6 +584,24 @@ def test_what_is_checkpointed_may_be_compiled(outputs_of):
         torch.testing.assert_close(grad, compiled)
 
 
+@pytest.mark.parametrize("outputs_of", [(), ATTENTION], ids=["nothing kept", "attention kept"])
+def test_what_is_compiled_may_have_checkpoints_inside(outputs_of):
+    torch._dynamo.reset()
+    results = []
+    for compiling in ("nothing", "each block", "the model"):
+        torch.manual_seed(0)
+        model = GPT(replace(CONFIG, dropout=0.0))
+        checkpoint_blocks(model, outputs_of=outputs_of)
+        for block in model.blocks if compiling == "each block" else ():
+            block.compile(backend="aot_eager")
+        called = torch.compile(model, backend="aot_eager") if compiling == "the model" else model
+        called(torch.zeros(2, 8, dtype=torch.long)).square().sum().backward()
+        results.append([param.grad for param in model.parameters()])
+    for grad, *compiled in zip(*results):
+        for other in compiled:
+            torch.testing.assert_close(grad, other)
+
+
 def test_a_function_that_catches_every_exception_does_not_go_on_for_it():
     ended = []
 

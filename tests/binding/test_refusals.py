@@ -303,7 +303,14 @@ def test_a_rank_outside_the_group_is_refused(pair):
     assert nothing == "" and tells(said, "RuntimeError", "rank 1", "group", "zeroify()")
 
 
+def tied_by_data() -> nn.Module:
+    model = with_layer(nn.ModuleDict({"head": nn.Linear(2, 3), "embedding": nn.Embedding(3, 2)}))
+    model.extra["head"].weight.data = model.extra["embedding"].weight.data
+    return model
+
+
 WRONG_MODELS = {
+    "one memory": (tied_by_data, ["extra.head.weight", "extra.embedding.weight", "one parameter"]),
     "meta": (lambda: with_layer(nn.Linear(2, 2, device="meta")), ["extra.weight", "meta"]),
     "meta buffer": (lambda: with_layer(nn.BatchNorm1d(2, affine=False, device="meta")), ["extra.running_mean", "meta"]),
     "sparse": (lambda: with_layer(nn.Embedding(4, 2, sparse=True)), ["extra.weight", "sparse=True", "sparse=False"]),

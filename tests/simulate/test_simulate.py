@@ -130,6 +130,20 @@ def test_peaks_states_and_calls_are_those_of_a_real_rank(ranks):
         assert 0.95 < min(ratios) and max(ratios) < 1.05
 
 
+@pytest.mark.parametrize("stage", STAGES[1:])
+@pytest.mark.parametrize("ours", [None, values()], ids=["kept", "drawn"])
+def test_whole_gradients_and_optimizer_states_are_not_made_up(stage, ours):
+    model = GPT(SHAPE)
+    zero = zeroify(model, torch.optim.AdamW(model.parameters()), stage, comm=Absent(0, 2, ours))
+    zero.comm.follow(zero)
+    model(*batch()).backward()
+    with pytest.raises(RuntimeError, match="gradients of .* absent"), zero.full_params(grads=True):
+        pass
+    zero.optimizer.step()
+    with pytest.raises(RuntimeError, match="exp_avg of .* absent"):
+        zero.state_dict()
+
+
 # --- the trap ---------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ A `checkpoint` around whole modules runs their hooks again: around one unit or t
 because they fit its two slots; around more it gathers each of them at most once more.
 
 Left out: states of other random generators, tensors inside arguments that are objects, functions whose backward
-runs on several GPUs at once, torch.compile around a checkpoint (inside one it works).
+runs on several GPUs at once. torch.compile around a checkpoint leaves it uncompiled; inside one it compiles.
 """
 
 import contextlib
@@ -66,6 +66,8 @@ def checkpoint(
     RuntimeError if an input is changed in place before its use in backward, by the function or later, or if the
     second run saves other tensors than the first; torch's own error for a second backward without retain_graph.
     """
+    if torch.compiler.is_compiling():
+        return uncompiled(function, *args, host=host, outputs_of=outputs_of, **kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     call = CheckpointedCall(function, Inputs(args, kwargs, host), KeptOutputs(check_operators(outputs_of)))
@@ -74,6 +76,12 @@ def checkpoint(
     call.inputs.check_unchanged()
     call.kept.warn_if_none()
     return outputs
+
+
+@torch._disable_dynamo
+def uncompiled(*args: Any, **kwargs: Any) -> Any:
+    """`checkpoint` for torch.compile around it: the second run is outside the compiled function, so both are."""
+    return checkpoint(*args, **kwargs)
 
 
 def checkpoint_blocks(

@@ -145,6 +145,15 @@ class Plan:
             if param.layout != torch.strided or not param.dtype.is_floating_point:
                 kind = f"{param.layout} of {param.dtype}"
                 return f"{name} is {kind}: only dense real floating-point parameters can be flattened"
+        at_address: dict[int, str] = {}
+        for name, param in self.params.items():
+            if not param.is_meta and param.numel():
+                first = at_address.setdefault(param.data_ptr(), name)
+                if first != name and (param.requires_grad or self.params[first].requires_grad):
+                    return (
+                        f"{first} and {name} are two parameters in one memory, and each would get memory of its own; "
+                        "make them one parameter (a.weight = b.weight, without .data)"
+                    )
         for name, buffer in self.model.named_buffers():
             if buffer.is_meta:
                 return f"the buffer {name} is on the meta device: build it on a real one, only parameters start there"

@@ -38,7 +38,7 @@ def full_params(zero, grads: bool = False) -> Iterator[None]:
 def showing_grads(zero, units: list[Unit]) -> Iterator[None]:
     """Inside the block, .grad of a parameter that any rank used is the mean over ranks; changes are kept."""
     with torch.no_grad():
-        means = [gather_whole(zero, unit, unit.mean_grad) for unit in units]
+        means = [gather_whole(zero, unit, unit.mean_grad, "gradients of ") for unit in units]
     for unit, mean in zip(units, means):
         unit.shows_grads = True
         for index, (param, view) in enumerate(zip(unit.params, unit.views(mean))):
@@ -54,7 +54,7 @@ def showing_grads(zero, units: list[Unit]) -> Iterator[None]:
                 unit.used_anywhere |= unit.used
                 buffer = torch.empty(unit.P, dtype=zero.master_dtype, device=zero.device)
                 unit.fill(buffer, unit.grads())
-                zero.comm.broadcast(buffer, unit.name).wait()
+                zero.comm.broadcast(buffer, f"gradients of {unit.name}").wait()
                 unit.mean_grad.copy_(unit.part_of_master(buffer))
                 for param in unit.params:
                     set_grad(param, None)
@@ -129,13 +129,13 @@ def add_gradient(zero, unit: Unit, grad: torch.Tensor, indices: list[int]) -> No
     unit.used_anywhere |= unit.used
 
 
-def gather_whole(zero, unit: Unit, owned: torch.Tensor) -> torch.Tensor:
-    """owned (P), or this rank's slice (S) -> the whole buffer (P)."""
+def gather_whole(zero, unit: Unit, owned: torch.Tensor, what: str = "") -> torch.Tensor:
+    """owned (P), or this rank's slice (S) -> the whole buffer (P). `what` they are, but for values."""
     owned = owned.to(zero.device)
     if owned.numel() == unit.P:
         return owned
     whole = torch.empty(unit.P, dtype=owned.dtype, device=owned.device)
-    zero.comm.all_gather(whole, owned, unit.name).wait()
+    zero.comm.all_gather(whole, owned, what + unit.name).wait()
     return whole
 
 

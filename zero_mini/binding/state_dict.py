@@ -49,7 +49,8 @@ def whole_state(zero) -> dict:
                 for (_, piece), (_, view) in zip(unit.pieces, unit.by_group(owned)):
                     if key in zero.optimizer.state.get(piece, {}):
                         view.copy_(zero.optimizer.state[piece][key])
-                for entry, view in zip(entries, unit.views(gather_whole(zero, unit, owned))):
+                whole = gather_whole(zero, unit, owned, f"{key} of ")
+                for entry, view in zip(entries, unit.views(whole)):
                     if key in entry:
                         entry[key] = view.cpu().clone()
         states |= zip(unit.names, entries)

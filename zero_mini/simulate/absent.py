@@ -115,7 +115,13 @@ class Absent(Comm):
         return super().total_norm(norms, norm_type)
 
     def fill_in(self, out: Tensor, unit: str, start: int) -> None:
-        """out (n) <- elements start to start + n of the unit's flat buffer, as they were at the start of training."""
+        """out (n) <- elements start to start + n of the unit's flat buffer, as they were at the start of training.
+
+        RuntimeError for whole gradients and optimizer states, as zero.state_dict() has them: they are not known.
+        """
+        known = self.kept if self.values is None else self.units
+        if known and unit not in known:
+            raise RuntimeError(f"{unit} are spread over {self.world_size} ranks, of which all but one are absent")
         if self.values is None:
             out.copy_(self.kept[unit][start : start + out.numel()])
             return
