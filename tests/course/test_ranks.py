@@ -22,6 +22,7 @@ from says import naming, tells
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import zero_mini.course.ranks
+from zero_mini.comm import Comm
 from zero_mini.course.ranks import RankError, Ranks, run
 from zero_mini.trainer.gpt import GPT, GPTConfig
 
@@ -426,3 +427,15 @@ def test_a_function_that_reads_config_travels(ranks):
         return dist.get_rank(), model.config.d
 
     assert ranks(2).run(width, GPT(GPTConfig(L=1, d=8, heads=1, T=4))) == [(0, 8), (1, 8)]
+
+
+def test_groups_of_a_few_ranks_may_be_made_again_in_the_next_call():
+    def in_pairs() -> int:
+        pair, _ = dist.new_subgroups(2)
+        if dist.get_rank() == 2:
+            time.sleep(0.2)  # the others would read its address of the call before, if it were still there
+        comms = [Comm(pair) for _ in range(3)]
+        return sum(comm.host.gather(comm.rank)[1] for comm in comms)
+
+    with Ranks(4, device="cpu") as ranks:
+        assert [ranks.run(in_pairs) for _ in range(3)] == [[3] * 4] * 3

@@ -75,10 +75,12 @@ def serve(rank: int, pipe: Connection, output_path: str, environment: dict[str, 
     one_at_a_time = threading.Lock()
     threading.Thread(target=_listen, args=(pipe, calls, one_at_a_time), daemon=True).start()
     gc.freeze()  # torch's 300,000 objects are never garbage: _tidy_up() need not scan them
+    times = 0
     while True:
         call = calls.get()
         if call == TIDY_UP:
-            _tidy_up()
+            times += 1
+            _tidy_up(times)
             continue
         reply = _answer(rank, call)
         sys.stdout.flush()
@@ -144,15 +146,21 @@ def _answer(rank: int, call: bytes) -> bytes | Failure:
         return Failure(rank, time.monotonic(), f"raised {what}", "".join(stack).rstrip())
 
 
-def _tidy_up() -> None:
+def _tidy_up(times: int) -> None:
     """Destroy the groups that the call made: each has sockets and three threads, one of which wakes 100 times a second.
 
     A group can be destroyed only when all ranks are done. References to it must go too, such as those of a model, which
-    is in a cycle with its hooks: hence gc.collect().
+    is in a cycle with its hooks: hence gc.collect(). `times` counts these calls: torch gives groups of the same few ranks
+    the same names again, so the next call's need a part of the store of their own, without the addresses of these.
     """
-    for group in list(dist.distributed_c10d._world.pg_map):
+    groups = dist.distributed_c10d._world.pg_map
+    for group in list(groups):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    if groups:
+        backend, store = groups[dist.group.WORLD]
+        store = store.underlying_store if times > 1 else store
+        groups[dist.group.WORLD] = backend, dist.PrefixStore(f"after call {times}", store)
     gc.collect()
 
 
