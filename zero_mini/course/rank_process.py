@@ -150,7 +150,7 @@ def _tidy_up(times: int) -> None:
     """Destroy the groups that the call made: each has sockets and three threads, one of which wakes 100 times a second.
 
     A group can be destroyed only when all ranks are done. References to it must go too, such as those of a model, which
-    is in a cycle with its hooks: hence gc.collect(). `times` counts these calls: torch gives groups of the same few ranks
+    is in a cycle with its hooks: hence gc.collect(). `times` counts the calls: torch gives groups of the same few ranks
     the same names again, so the next call's need a part of the store of their own, without the addresses of these.
     """
     groups = dist.distributed_c10d._world.pg_map
