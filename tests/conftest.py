@@ -55,6 +55,15 @@ def alone(monkeypatch):
 
 
 @pytest.fixture
+def one_thread():
+    """As on the ranks: with several threads a product adds up in another order, and small ones are slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def record(request):
     """record(name, value, cards=N): keep what N GPUs measured in a JSON file of its own, if --record says where."""
     return partial(write, request.config)

@@ -15,13 +15,7 @@ from zero_mini.trainer.gpt import GPTConfig
 TINY = "--L 1 --width 32 --heads 2 --global-batch 4 --sequence-length 16 --log-every 1 --sample-length 0".split()
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Products of this size are slower on two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def losses(text: str) -> list[str]:

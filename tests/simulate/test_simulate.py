@@ -16,13 +16,7 @@ STAGES = (0, 1, 2, 3)
 SHAPE = GPTConfig(L=2, d=24, heads=2, vocab=97, T=16)  # P has padding at every N
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As on the ranks: with several threads a product adds up in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def values(L: int = SHAPE.L) -> Values:

@@ -17,6 +17,7 @@ Left out: operators that a compiler replaced, which no dispatch mode sees. (indu
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 Operator = torch._ops.OpOverload
 
-# The kernels behind F.scaled_dot_product_attention, but for the plain one, which is several matrix products.
+# The kernels behind F.scaled_dot_product_attention. Its fallback is missing here: that is several matrix products.
 ATTENTION: tuple[Operator, ...] = tuple(
     getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
     for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
@@ -60,12 +61,14 @@ class KeptOutputs:
 
     def first(self) -> contextlib.AbstractContextManager:
         """Within, outputs are kept."""
-        return Chosen(self, self.keep) if self.operators else contextlib.nullcontext()
+        return Chosen(self.operators, self.keep) if self.operators else contextlib.nullcontext()
 
     def again(self) -> contextlib.AbstractContextManager:
         """Within, they take the place of the operators."""
         queue = iter(self.kept)
-        return Chosen(self, lambda *call: self.take(queue, *call)) if self.operators else contextlib.nullcontext()
+        if not self.operators:
+            return contextlib.nullcontext()
+        return Chosen(self.operators, partial(self.take, queue))
 
     def keep(self, operator: Operator, args: tuple, kwargs: dict) -> object:
         outputs = operator(*args, **kwargs)
@@ -112,9 +115,9 @@ def versions_of(outputs: object) -> list[int]:
 class Chosen(TorchDispatchMode):
     """Within, calls of the chosen operators go through `call(operator, args, kwargs)`."""
 
-    def __init__(self, outputs: KeptOutputs, call: Callable):
+    def __init__(self, operators: tuple[Operator, ...], call: Callable):
         super().__init__()
-        self.outputs, self.call = outputs, call
+        self.operators, self.call = operators, call
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -123,6 +126,6 @@ class Chosen(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if operator in self.outputs.operators and not has_dropout(operator, args, kwargs):
+        if operator in self.operators and not has_dropout(operator, args, kwargs):
             return self.call(operator, args, kwargs)
         return operator(*args, **kwargs)

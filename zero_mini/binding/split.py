@@ -12,10 +12,11 @@ Left out: one matrix cut by rows. A layer is one unit, however large it is.
 """
 
 from collections import Counter
+from itertools import groupby
 
 from torch import nn
 
-from zero_mini.binding.units import find_blocks, is_called, merge_blocks
+from zero_mini.binding.units import find_blocks, is_called, join, numel_of
 
 SMALL = 1024
 WHOLE = (nn.MultiheadAttention, nn.RNNBase)  # they read weights of modules inside them that they do not call
@@ -43,22 +44,15 @@ def split_blocks(model: nn.Module, most_numel: int, least_numel: int = 0) -> lis
     if most_numel < 1 or least_numel > most_numel:
         raise ValueError(f"need 1 <= most_numel and least_numel <= most_numel (got {most_numel} and {least_numel})")
     large = {id(block) for _, block in find_blocks(model) if numel_of(block) > most_numel}
-    if not large:
-        return merge_blocks(model, least_numel)
     parts = {id(block): parts_of(block, most_numel) for _, block in find_blocks(model)}
     seen = Counter(id(module) for found in parts.values() for part in found for module in part.modules())
     units: list[list[nn.Module]] = []
-    numel_to_add = 0
-    for _, block in find_blocks(model):
-        if id(block) in large:
-            units += [[part] for part in parts[id(block)] if seen[id(part)] == 1]  # of two blocks: the root's
-            numel_to_add = 0
-            continue
-        if numel_to_add <= 0:
-            units.append([])
-            numel_to_add = least_numel
-        units[-1].append(block)
-        numel_to_add -= numel_of(block)
+    for is_large, blocks in groupby((block for _, block in find_blocks(model)), key=lambda block: id(block) in large):
+        if is_large:
+            found = (part for block in blocks for part in parts[id(block)])
+            units += [[part] for part in found if seen[id(part)] == 1]  # a part of two blocks: the root's
+        else:
+            units += join(blocks, least_numel)
     return units
 
 
@@ -77,7 +71,3 @@ def called_children(module: nn.Module) -> list[nn.Module]:
     for child in module.children():
         found += [child] if is_called(child) else called_children(child)
     return [child for child in dict.fromkeys(found) if any(True for _ in child.parameters())]
-
-
-def numel_of(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters())

@@ -11,7 +11,9 @@ A very large block is cut into units by split.py.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from torch import nn
 
@@ -57,15 +59,24 @@ def merge_blocks(model: nn.Module, least_numel: int) -> list[list[nn.Module]]:
     >>> [len(modules) for modules in merge_blocks(model, 7)]
     [2, 1]
     """
-    groups: list[list[nn.Module]] = []
-    numel_to_add = 0
-    for _, block in find_blocks(model):
-        if numel_to_add <= 0:
-            groups.append([])
-            numel_to_add = least_numel
-        groups[-1].append(block)
-        numel_to_add -= sum(param.numel() for param in block.parameters())
-    return groups
+    return join([block for _, block in find_blocks(model)], least_numel)
+
+
+def join(blocks: Iterable[nn.Module], least_numel: int, most_blocks: int | None = None) -> list[list[nn.Module]]:
+    """Neighbours, joined until they hold `least_numel` parameters or are `most_blocks`."""
+    units: list[list[nn.Module]] = []
+    numel = 0  # of the last unit
+    for block in blocks:
+        if not units or numel >= least_numel or len(units[-1]) == most_blocks:
+            units.append([])
+            numel = 0
+        units[-1].append(block)
+        numel += numel_of(block)
+    return units
+
+
+def numel_of(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
 
 
 def units_by_size(model: nn.Module) -> list[list[nn.Module]]:
@@ -83,14 +94,9 @@ def units_by_size(model: nn.Module) -> list[list[nn.Module]]:
     lengths = Counter(name for name, _ in blocks)
     in_turns = Counter((name.rpartition(".")[0], length) for name, length in lengths.items())
     units: list[list[nn.Module]] = []
-    last_list, numel = None, 0
-    for name, block in blocks:
+    for name, neighbours in groupby(blocks, key=itemgetter(0)):
         is_alone = in_turns[name.rpartition(".")[0], lengths[name]] == 1
-        if name != last_list or numel >= ENOUGH or not is_alone or len(units[-1]) >= len(blocks) // 8:
-            units.append([])
-            last_list, numel = name, 0
-        units[-1].append(block)
-        numel += sum(param.numel() for param in block.parameters())
+        units += join((block for _, block in neighbours), ENOUGH, max(1, len(blocks) // 8) if is_alone else 1)
     return units
 
 

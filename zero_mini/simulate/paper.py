@@ -31,7 +31,6 @@ from zero_mini.trainer.launch import first_line
 from zero_mini.trainer.report import readable
 from zero_mini.trainer.screen import fill
 
-FIGURE_1 = {0: 120e9, 1: 31.4e9, 2: 16.6e9, 3: 1.9e9}  # bytes of model states, as printed: 7.5B, N = 64
 TABLE_1 = {  # N -> GB at stages 1, 2, 3, as printed
     "7.5B": {1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88)}
     | {256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12)},
