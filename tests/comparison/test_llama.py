@@ -25,12 +25,12 @@ def llama_ddp(ranks) -> dict:
     return row(ranks, "ddp", LLAMA)
 
 
-CHANGES = [{}, {"checkpointing": True}, {"one_pass_loss": True}, {"bf16": True}]
+CHANGES = [{}, {"checkpointing": True}, {"bf16": True}]
 
 
 @pytest.mark.parametrize(
     "system, change",  # what recomputes or computes the loss does not know of stage 1, nor of an update of 1/N
-    [*itertools.product(["zero-3", "fsdp2"], CHANGES), *itertools.product(["zero-1", BASELINE], CHANGES[::3])],
+    [*itertools.product(["zero-3", "fsdp2"], CHANGES), *itertools.product(["zero-1", BASELINE], CHANGES[::2])],
 )
 def test_a_llama_starts_on_the_meta_device_and_trains_as_under_torch_ddp(ranks, llama_ddp, system, change):
     found = row(ranks, system, replace(LLAMA, **change))
@@ -41,7 +41,7 @@ def test_a_llama_starts_on_the_meta_device_and_trains_as_under_torch_ddp(ranks, 
 
 @pytest.mark.parametrize("system", ["zero-3 keep attention", "fsdp2 keep attention"])
 def test_attention_kept_under_checkpointing_changes_nothing(ranks, llama_ddp, system):
-    found = row(ranks, system, replace(LLAMA, checkpointing=True, cudnn_attention=True))
+    found = row(ranks, system, replace(LLAMA, checkpointing=True))
     assert scores.distance(found["losses"], llama_ddp["losses"]) < 1e-5
 
 
@@ -73,7 +73,7 @@ def test_a_block_equals_attention_and_mlp_written_out():
         weights = (a @ b.transpose(1, 2) / 4).masked_fill(torch.ones(7, 7).triu(1).bool(), -math.inf).softmax(-1)
         heads.append(weights @ v[..., 16 * shared :][..., :16])
     x_1 = x + torch.cat(heads, -1) @ block.attn_out.weight.T
-    gate, up = (block.norm_2(x_1) @ w.T for w in block.gate_up.weight.chunk(2))
+    gate, up = (block.norm_2(x_1) @ w.T for w in (block.gate.weight, block.up.weight))
     expected = x_1 + (gate * gate.sigmoid() * up) @ block.down_out.weight.T
     torch.testing.assert_close(block(x, cos, sin), expected)
 

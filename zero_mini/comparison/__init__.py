@@ -9,6 +9,7 @@ systems.py    the systems that train it: this package's stages, and the list of 
 peers.py      torch's DDP and FSDP2, DeepSpeed
 plain.py      forward and backward on one GPU, with and without the update of 1/N of the parameters
 trainee.py    a model in training
+absent_peers.py  one GPU as rank 0 of N, which sends nothing
 ablations.py  stage 3 with one decision changed
 measure.py    the measurements of one rank for one row
 scores.py     gate, floor and table

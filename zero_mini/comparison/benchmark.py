@@ -3,6 +3,7 @@
     python zero_mini/comparison/benchmark.py --work cpu                   two ranks on a CPU, about two minutes
     python zero_mini/comparison/benchmark.py --work "1.5B" --out DIR      all GPUs of this machine
     python zero_mini/comparison/benchmark.py --work "1.5B" --systems zero-3 fsdp2 --rounds 3 --out DIR
+    python zero_mini/comparison/benchmark.py --work "1.5B" --alone 2      one GPU as rank 0 of 2; nothing is sent
 
 Each row is a fresh group of processes, so that no system inherits another's memory or caches; in several rounds
 the systems take turns, so that a machine that warms up slows all of them. A run that fails, or takes longer than its
@@ -108,6 +109,7 @@ if not __package__:
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -118,10 +120,10 @@ from statistics import median
 
 import torch
 
-from zero_mini.comparison import measure, scores
+from zero_mini.comparison import absent_peers, measure, scores
 from zero_mini.comparison.models import psi_and_flops
 from zero_mini.comparison.systems import SYSTEMS, build, missing
-from zero_mini.comparison.works import WORKS, Work
+from zero_mini.comparison.works import PLAIN, WORKS, Work
 from zero_mini.course.ranks import RankError, run
 from zero_mini.trainer.launch import first_line
 
@@ -165,7 +167,7 @@ def compare(
 def described(work: Work) -> dict:
     """A work's parameters, for readers of the JSON."""
     psi, flops = psi_and_flops(work)
-    of_loss = {"loss_chunks": work.loss_chunks, "one_pass_loss": work.one_pass_loss} if work.loss_chunks > 1 else {}
+    of_loss = {"loss_chunks": work.loss_chunks} if work.loss_chunks > 1 else {}
     return {
         "model": {name: getattr(work.config, name) for name in MODEL if hasattr(work.config, name)},
         "batch": work.batch,
@@ -175,12 +177,14 @@ def described(work: Work) -> dict:
         "checkpointing": work.checkpointing,
         "compiled": work.compiled,
         "fused_loss": work.fused_loss,
-        "cudnn_attention": work.cudnn_attention,
         **of_loss,
         "lr": work.lr,
         "psi": psi,
         "flops_per_token": flops,
     }
+
+
+FACTS = ("machine", "work", "rank_of")  # rows of one entry have these in common
 
 
 def merge(record: dict, name: str, entry: dict) -> dict:
@@ -192,15 +196,15 @@ def merge(record: dict, name: str, entry: dict) -> dict:
     ({'ddp': 'new', 'plain': 'old'}, ['cpu', '1.5B'])
     """
     before = record.get("works", {}).get(name)
-    if before and (before["machine"], before["work"]) == (entry["machine"], entry["work"]):
+    if before and all(before.get(fact) == entry.get(fact) for fact in FACTS):
         rows = before["systems"] | entry["systems"]
         entry = entry | {"systems": {system: rows[system] for system in SYSTEMS if system in rows}}
     return {"works": record.get("works", {}) | {name: entry}}
 
 
 def save(folder: Path, name: str, entry: dict) -> dict:
-    """Merge a work's entry into DIR/speed.json, atomically; returns the merged entry."""
-    path = folder / "speed.json"
+    """Merge a work's entry into DIR/speed.json (or alone.json), atomically; returns the merged entry."""
+    path = folder / ("alone.json" if "rank_of" in entry else "speed.json")
     folder.mkdir(parents=True, exist_ok=True)
     record = merge(json.loads(path.read_text()) if path.exists() else {}, name, entry)
     entry = record["works"][name]
@@ -229,12 +233,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, metavar="NAME", help="else those of the work")
     parser.add_argument("--rounds", type=int, default=1, help="turns that each system has (default: 1)")
     parser.add_argument("--ranks", type=int, default=gpus or 2, help="else one for each GPU, or 2 on a CPU")
+    parser.add_argument(
+        "--alone", type=int, metavar="N", help="this GPU is rank 0 of N; the others are absent, nothing is sent"
+    )
     parser.add_argument("--limit", type=float, default=240, metavar="S", help="seconds a run may take (default: 240)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for speed.json and speed.png")
     parser.epilog = f"works: {names}; systems: {', '.join(SYSTEMS)}"
     options = parser.parse_args(argv)
     if options.rounds < 1 or options.ranks < 1:
         parser.error("--rounds and --ranks must be at least 1")
+    if options.alone is not None:
+        if options.alone < 2:
+            parser.error(f"--alone N: a rank of N >= 2 (got {options.alone})")
+        options.ranks, allowed = 1, (*absent_peers.SYSTEMS, *PLAIN)
+        if wrong := [system for system in options.systems or () if system not in allowed]:
+            parser.error(f"--alone: {', '.join(wrong)} cannot run without peers; {', '.join(allowed)} can")
     for name in options.work if not gpus else ():
         if WORKS[name].bf16:
             parser.error(f'--work "{name}" is for GPUs, and torch finds none here; --work cpu runs without')
@@ -254,17 +267,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         work = WORKS[name]
         systems = options.systems or work.systems
         command = ["python", "zero_mini/comparison/benchmark.py", "--work", name, "--rounds", str(options.rounds)]
+        how, about_rank = build, {}
+        if options.alone is not None:
+            systems = [system for system in systems if system in (*absent_peers.SYSTEMS, *PLAIN)]
+            command += ["--alone", str(options.alone)]
+            how, about_rank = functools.partial(absent_peers.build, options.alone), {"rank_of": options.alone}
         entry = {
             "machine": machine,
             "rates": rates,
             "command": shlex.join(command + (["--systems", *options.systems] if options.systems else [])),
             "work": described(work),
-            "systems": compare(work, systems, options.rounds, options.ranks, options.limit),
+            **about_rank,
+            "systems": compare(work, systems, options.rounds, options.ranks, options.limit, how),
         }
         if options.out:
             entry = save(options.out, name, entry)
         print("\n" + scores.table(name, entry) + "\n", flush=True)
-    if options.out:
+    if options.out and options.alone is None:
         draw(options.out)
 
 

@@ -10,13 +10,13 @@ Model:  embed[tokens] -> L blocks -> norm -> logits = x @ head^T
 
     a block   qkv        (d + 2 kv_heads d / heads, d)        the root   embed   V d
               attn_out   (d, d)                                          head    V d, none if it is tied to embed
-              gate_up    (2 ffn, d)                                      norm    d
+              gate, up   (ffn, d) each                                   norm    d
               down_out   (d, ffn)
               norms      2 d
 
 Logits are as large as many blocks' activations (V is 100 d in small models), so the loss is computed for a chunk of
-the tokens at a time, and again in backward (or once: one_pass_loss.py). What computes a chunk is an attribute so that
-it can be compiled: the fp32 logits of a chunk are then never stored.
+the tokens at a time, and its gradients with it (one_pass_loss.py). What computes a chunk is an attribute so that it
+can be compiled: the fp32 logits of a chunk are then never stored.
 
 Shapes: B sequences, T tokens in each, d channels, h heads of d / h channels, V vocabulary.
 
@@ -31,8 +31,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero_mini.activations.checkpointing import checkpoint
-from zero_mini.activations.chunked_loss import cross_entropy
 from zero_mini.comparison.one_pass_loss import OnePassLoss, loss_and_gradient
 
 ROPE_BASE = 10_000
@@ -104,12 +102,12 @@ class Block(nn.Module):
         super().__init__()
         d, ffn = config.d, config.ffn
         self.channels, self.heads, self.kv_heads = d // config.heads, config.heads, config.kv_heads
-        self.attend = F.scaled_dot_product_attention
         self.norm_1 = nn.RMSNorm(d, eps=1e-6)
         self.qkv = nn.Linear(d, (self.heads + 2 * self.kv_heads) * self.channels, bias=False)
         self.attn_out = nn.Linear(d, d, bias=False)
         self.norm_2 = nn.RMSNorm(d, eps=1e-6)
-        self.gate_up = nn.Linear(d, 2 * ffn, bias=False)
+        self.gate = nn.Linear(d, ffn, bias=False)
+        self.up = nn.Linear(d, ffn, bias=False)
         self.down_out = nn.Linear(ffn, d, bias=False)
 
     def before_attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,12 +119,13 @@ class Block(nn.Module):
     def before_last_product(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """x with attention added (B, T, d), and the inside of the mlp (B, T, ffn)."""
         x = x + self.attn_out(attended.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.norm_2(x)).chunk(2, dim=-1)
-        return x, F.silu(gate) * up
+        h = self.norm_2(x)
+        return x, F.silu(self.gate(h)) * self.up(h)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.before_attention(x, cos, sin)
-        attended = self.attend(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        options = {"is_causal": True, "enable_gqa": self.heads != self.kv_heads}
+        attended = F.scaled_dot_product_attention(q, k, v, **options)
         x, inside = self.before_last_product(x, attended)
         return x + self.down_out(inside)
 
@@ -137,10 +136,10 @@ class Llama(nn.Module):
     Its parameters have no values of use until `init_weight` gave them some: build it on the meta device or elsewhere.
     """
 
-    def __init__(self, config: LlamaConfig, loss_chunks: int = 1, one_pass_loss: bool = False) -> None:
+    def __init__(self, config: LlamaConfig, loss_chunks: int = 1) -> None:
         super().__init__()
         self.config, self.loss_chunks = config, loss_chunks
-        self.loss_of_chunk, self.one_pass = cross_entropy, loss_and_gradient if one_pass_loss else None
+        self.loss_of_chunk = loss_and_gradient
         self.embed = nn.Embedding(config.vocab, config.d)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.L))
         self.norm = nn.RMSNorm(config.d, eps=1e-6)
@@ -156,12 +155,7 @@ class Llama(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The mean cross entropy of (B, T, d) against (B, T), a chunk of the tokens at a time."""
         weight = (self.embed if self.head is None else self.head).weight
-        x, targets = x.flatten(0, 1), targets.flatten()
-        if self.one_pass is not None:
-            return OnePassLoss.apply(x, weight, targets, self.loss_chunks, self.one_pass)
-        parts = zip(x.chunk(self.loss_chunks), targets.chunk(self.loss_chunks))
-        sums = [checkpoint(self.loss_of_chunk, x_part, weight, y_part, "sum") for x_part, y_part in parts]
-        return torch.stack(sums).sum() / targets.numel()
+        return OnePassLoss.apply(x.flatten(0, 1), weight, targets.flatten(), self.loss_chunks, self.loss_of_chunk)
 
 
 def init_weight(name: str, tensor: Tensor, L: int) -> None:

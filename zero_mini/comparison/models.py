@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zero_mini.comparison import llama
@@ -33,7 +31,7 @@ def make_model(work: Work, device: torch.device, checkpointed: Callable | None =
     torch.manual_seed(0)
     if isinstance(work.config, llama.LlamaConfig):
         with torch.device("meta"):
-            model = llama.Llama(work.config, work.loss_chunks, work.one_pass_loss)
+            model = llama.Llama(work.config, work.loss_chunks)
     else:
         with device:
             model = gpt.GPT(work.config, work.loss_chunks)
@@ -42,10 +40,7 @@ def make_model(work: Work, device: torch.device, checkpointed: Callable | None =
 
         config.recompile_limit = 64  # all blocks share one code object, which is compiled again for each shape
     if work.fused_loss:
-        of_llama = "one_pass" if work.one_pass_loss else "loss_of_chunk"
-        compile_method(model, of_llama if isinstance(model, llama.Llama) else "loss")
-    for block in model.blocks if work.cudnn_attention else ():
-        block.attend = attend_by_cudnn
+        compile_method(model, "loss_of_chunk" if isinstance(model, llama.Llama) else "loss")
     in_parts = work.checkpointing and isinstance(model, llama.Llama)
     for block in model.blocks:
         for name in ("before_attention", "before_last_product") if in_parts else ("forward",):
@@ -54,13 +49,6 @@ def make_model(work: Work, device: torch.device, checkpointed: Callable | None =
         if work.checkpointing:
             block.forward = (checkpointed or torch_checkpointed)(block.forward)
     return model
-
-
-def attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """Attention by cuDNN's kernel where there is one, else by the others, flash attention first."""
-    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(backends, set_priority=True):
-        return F.scaled_dot_product_attention(q, k, v, **options)
 
 
 def compile_method(module: nn.Module, name: str) -> None:

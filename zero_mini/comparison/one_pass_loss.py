@@ -11,7 +11,7 @@ activations/chunked_loss.py computes the logits of a chunk again in backward, an
 
 Source: Hsu et al., arXiv 2410.10989 (Liger kernel). n tokens, d channels, V vocabulary.
 
-Left out: evaluation, which would compute gradients for nothing; two backwards through one loss.
+Left out: evaluation, which would compute gradients for nothing; a second backward through one loss, an error.
 """
 
 from collections.abc import Callable
@@ -49,5 +49,5 @@ class OnePassLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        dx, dW = ctx.saved_tensors
-        return dx * grad, dW * grad, None, None, None
+        dx, dW = ctx.saved_tensors  # after they were multiplied in place, autograd refuses a second backward
+        return dx.mul_(grad), dW.mul_(grad), None, None, None

@@ -14,7 +14,6 @@ so it is left out here. The model itself keeps its first weights.
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_mini.binding.units import find_blocks, make_units, units_by_size
@@ -24,12 +23,13 @@ from zero_mini.comparison.works import ADAMW, Work
 from zero_mini.update import one_pass
 
 
-def build_plain(work: Work, device: torch.device, updates: bool = False) -> Trainee:
+def build_plain(work: Work, device: torch.device, updates: int = 0) -> Trainee:
+    """`updates` is the N of 1/N; 0 for no update."""
     model = make_model(work, device)
     give_values(model, device, torch.bfloat16 if work.bf16 else torch.float32)
     if work.bf16:
         model.bfloat16()
-    update = UpdateOfSlices(model, work, device, dist.get_world_size()) if updates else None
+    update = UpdateOfSlices(model, work, device, updates) if updates else None
 
     def step(tokens: Tensor) -> Tensor:
         loss = model(tokens[:, :-1], tokens[:, 1:])
@@ -39,7 +39,7 @@ def build_plain(work: Work, device: torch.device, updates: bool = False) -> Trai
         model.zero_grad()
         return loss.detach()
 
-    return Trainee(model, step, can_be_walked=not updates)
+    return Trainee(model, step, can_be_walked=update is None)
 
 
 class UpdateOfSlices:

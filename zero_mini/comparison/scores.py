@@ -84,8 +84,8 @@ def distance(losses: list[float], reference: list[float]) -> float:
 
 def judge(system: str, row: dict, entry: dict) -> str | None:
     """Why this row shows no speed; None if it may. Writes `losses_differ_by` into the row."""
-    if "failed" in row:
-        return row["failed"]
+    if "failed" in row or "rank_of" in entry:  # beside absent peers no loss is that of a training
+        return row.get("failed")
     runs = [name for name in REFERENCES if "losses" in entry["systems"].get(name, {})]
     if not runs:
         return f"losses not checked: none of {', '.join(REFERENCES)} ran"
@@ -98,7 +98,7 @@ def judge(system: str, row: dict, entry: dict) -> str | None:
 
 def floor_parts_s(system: str, entry: dict) -> dict[str, float] | None:
     """Seconds of a step's parts, and their floor; None where no rates were measured."""
-    work, rates, N = entry["work"], entry["rates"], entry["machine"]["cards"]
+    work, rates, N = entry["work"], entry["rates"], entry.get("rank_of", entry["machine"]["cards"])
     if rates is None:
         return None
     forwards = 4 / 3 if work["checkpointing"] else 1
@@ -106,7 +106,7 @@ def floor_parts_s(system: str, entry: dict) -> dict[str, float] | None:
     update = wire = 0.0
     if system != "plain":
         update = 28 * work["psi"] / (N if SYSTEMS[system].shards_update else 1) / rates["copy_bytes"]
-    if N > 1:
+    if entry["machine"]["cards"] > 1:
         wire = SYSTEMS[system].sends * work["psi"] * (N - 1) / N / rates["all_reduce_bytes"]
     return {"compute": compute, "update": update, "wire": wire, "floor": compute + update + max(0.0, wire - compute)}
 
@@ -182,9 +182,10 @@ def formulas(entry: dict) -> str:
     work, rates, machine = entry["work"], entry["rates"], entry["machine"]
     peak, T, N = PEAK_FLOPS.get(machine["card"]), work["tokens"], machine["cards"]
     multiplied = "N" if "ffn" in work["model"] else "Psi"  # N: without an embedding that is only looked up
+    alone = f" as rank 0 of {entry['rank_of']} (nothing is sent: see absent_peers.py)" if "rank_of" in entry else ""
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "cuda", "nccl") if name in machine)
     lines = [
-        f"{N} x {machine['card']}, {versions}. ms is the median of all steps of the slower rank (p10, p90).",
+        f"{N} x {machine['card']}{alone}, {versions}. ms is the median of all steps of the slower rank (p10, p90).",
         f"tokens/s = {T} tokens a GPU / ms.  TFLOP/s = tokens/s x {work['flops_per_token']:.4g} FLOPs a token"
         f" (6 {multiplied} + 12 L d T)" + (f".  MFU = TFLOP/s / {peak / 1e12:.4g}" if peak else ""),
         f"over plain + update: ms over the ms of {BASELINE}: one GPU, no wire, a rank's share of the update.",

@@ -25,10 +25,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from zero_mini import zeroify
 from zero_mini.activations.checkpointing import checkpoint
 from zero_mini.activations.kept_outputs import ATTENTION
+from zero_mini.comm import Comm
 from zero_mini.comparison import ablations
 from zero_mini.comparison.models import initialiser, make_model
 from zero_mini.comparison.peers import build_ddp, build_deepspeed, build_fsdp2
@@ -44,13 +46,19 @@ def build_zero(
     device: torch.device,
     offload: str | None = None,
     keep_attention: bool = False,
+    comm: Comm | None = None,
 ) -> Trainee:
     keeping = partial(partial, checkpoint, outputs_of=ATTENTION) if keep_attention else None
     model = make_model(work, device, keeping)
     optimizer = adamw(model, work)
     dtype = torch.bfloat16 if work.bf16 else None
-    zero = zeroify(model, optimizer, stage=stage, dtype=dtype, initialise=initialiser(model), offload=offload)
+    options = {"dtype": dtype, "initialise": initialiser(model), "offload": offload, "comm": comm, "device": device}
+    zero = zeroify(model, optimizer, stage=stage, **options)
     return Trainee(model, stepper(model, optimizer), optimizer, zero)
+
+
+def build_baseline(work: Work, device: torch.device) -> Trainee:
+    return build_plain(work, device, updates=dist.get_world_size())
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ SYSTEMS = {
     "zero-3 two communicators": System(partial(build_zero, ablations.TwoCommunicators), 6),
     "zero-3 16-bit shard": System(partial(build_zero, ablations.SixteenBitShard), 6),
     "plain": System(build_plain, 0),
-    BASELINE: System(partial(build_plain, updates=True), 0),
+    BASELINE: System(build_baseline, 0),
 }
 
 

@@ -14,7 +14,7 @@ Of other people's works, with the numbers that they publish for N GPUs: "Qwen2.5
 Left out: reading data, accumulation over micro-batches, schedules: they are the same for all systems.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -73,12 +73,10 @@ class Work:
     batch: int  # sequences a rank
     systems: tuple[str, ...] = (*OURS, *PEERS, *PLAIN)
     bf16: bool = True  # the computation; master copies are fp32
-    cudnn_attention: bool = False  # a Llama's attention is cuDNN's kernel, in place of torch's choice
     checkpointing: bool = False  # a block's activations are computed again in backward
     compiled: bool = False  # a block's forward and backward are compiled by torch
     fused_loss: bool = False  # the code from the last norm to the loss is compiled too: fp32 logits are never stored
     loss_chunks: int = 1  # parts of the tokens whose logits exist at a time
-    one_pass_loss: bool = False  # of a Llama: gradients of the logits along with the loss
     lr: float = 1e-4
     gate_steps: int = 10  # whose losses are compared
     timed_steps: int = 12
@@ -125,9 +123,7 @@ WORKS = {
         Work("1.5B compiled batch 16", PRESETS["1.5B"], 16, COMPILED, compiled=True, fused_loss=True),
         Work("1.5B offload", PRESETS["1.5B"], 8, OFFLOADED),
         QWEN_WORK,
-        replace(QWEN_WORK, name="Qwen2.5-1.5B shape, one-pass loss", one_pass_loss=True),
         BOARD_WORK,
-        replace(BOARD_WORK, name="CS336 board, cuDNN attention", cudnn_attention=True),
         Work("ablations", PRESETS["1.5B"], 8, ABLATIONS),
         Work("cpu", CPU_CONFIG, 8, ON_CPU, bf16=False, lr=1e-3),
         Work("cpu ablations", CPU_CONFIG, 8, ABLATIONS, bf16=False, lr=1e-3),

@@ -110,7 +110,9 @@ def fill_by_torch(out: Tensor, key: int, start: int, mean: float, scale: float) 
 def fill_by_triton(out: Tensor, key: int, start: int, mean: float, scale: float) -> None:
     with torch.cuda.device(out.device):
         grid = (triton.cdiv(out.numel(), BLOCK),)
-        values_kernel[grid](out, out.numel(), start, key, mean, scale, GOLDEN, MIX_1, MIX_2, BLOCK=BLOCK)
+        constants = (mean, scale, GOLDEN, MIX_1, MIX_2)
+        # Product and sum are rounded apart, as torch does.
+        values_kernel[grid](out, out.numel(), start, key, *constants, BLOCK=BLOCK, enable_fp_fusion=False)
 
 
 if triton is not None:
