@@ -13,7 +13,7 @@ import pytest
 import torch
 from says import tells
 
-from zero_mini.comparison import benchmark, measure, plain, scores, systems
+from zero_mini.comparison import absent_peers, benchmark, measure, plain, scores, systems
 from zero_mini.comparison.models import make_model
 from zero_mini.comparison.systems import SYSTEMS
 from zero_mini.comparison.trainee import Trainee, adamw, stepper
@@ -112,6 +112,38 @@ def test_the_baseline_updates_one_of_n_parts_of_the_parameters(bf16):
     torch.testing.assert_close(change, -work.lr * grad / (grad.abs() + 1e-8), rtol=1e-3, atol=1e-7)
     if bf16:
         assert torch.equal(half.casts[1], half.masters[1].bfloat16())
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_beside_absent_peers_a_rank_does_what_one_of_two_does_and_sends_nothing(ranks, stage):
+    def one_step(comm=None) -> tuple[list, int]:
+        trainee = systems.build_zero(stage, TINY, torch.device("cpu"), comm=comm)
+        loss = trainee.step(torch.zeros(4, 33, dtype=torch.int64))
+        calls = [(call.kind, call.unit, call.numel, call.itemsize) for call in trainee.zero.ledger]
+        assert loss.isfinite()
+        return calls, trainee.state_bytes()
+
+    assert one_step(absent_peers.Silent(2)) == ranks(2).run(one_step)[0]
+
+
+def test_beside_absent_peers_no_loss_is_compared_and_the_record_has_a_file_of_its_own(tmp_path):
+    alone = entry(TINY, {"zero-3": invented(8, losses=[9.0]), BASELINE: invented(5)}) | {"rank_of": 4}
+    alone["machine"]["cards"], alone["rates"] = 1, {"matmul_flops": 1e9, "copy_bytes": 1e9, "all_reduce_bytes": 0.0}
+    shown = benchmark.save(tmp_path, "cpu", alone)
+    assert [path.name for path in tmp_path.iterdir()] == ["alone.json"]
+    assert shown["scores"]["zero-3"]["over_baseline"] == pytest.approx(8 / 5)
+    parts = scores.floor_parts_s("zero-3", alone)
+    assert parts["update"] == pytest.approx(28 * shown["work"]["psi"] / 4 / 1e9) and parts["wire"] == 0
+    elsewhere = entry(TINY, {"zero-2": invented(7)}) | {"machine": alone["machine"], "rank_of": 8}
+    assert list(benchmark.save(tmp_path, "cpu", elsewhere)["systems"]) == ["zero-2"]  # not beside rows of another N
+
+
+def test_what_cannot_run_without_peers_is_refused(capsys):
+    assert benchmark.parse(["--work", "cpu", "--alone", "2"]).ranks == 1
+    for arguments in (["--alone", "1"], ["--alone", "2", "--systems", "zero-3", "fsdp2"]):
+        with pytest.raises(SystemExit):
+            benchmark.parse(["--work", "cpu", *arguments])
+        assert tells(capsys.readouterr().err, "--alone", arguments[-1])
 
 
 # --- ablations --------------------------------------------------------------------------------
