@@ -93,6 +93,17 @@ def test_speeds_are_those_of_the_recorded_runs(work):
     assert f"batch {about['batch']}" in page + work
 
 
+@pytest.mark.parametrize("work, entry", recorded("alone")["works"].items())
+def test_speeds_beside_absent_peers_are_those_of_the_recorded_runs(work, entry):
+    page = "\n".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("speed", "board"))
+    section = page.partition(f"\n### {work}, rank 0 of {entry['rank_of']}\n")[2].partition("\n##")[0]
+    for system, score in entry["scores"].items():
+        cells = [system, f"{score['ms']:.1f}", f"{score['tokens_s']:,.0f}", f"{score['mfu']:.1%}".replace("%", " %")]
+        cells += [f"{score['over_baseline']:.3f}", f"{entry['systems'][system]['peak_bytes'] / 2**30:.1f}"]
+        assert f"| {' | '.join(cells)} | {score['p10_ms']:.1f} to {score['p90_ms']:.1f} |" in section
+    assert (entry["machine"]["cards"], card(entry["machine"])) == (1, "H200")
+
+
 def test_speeds_on_the_front_page_are_those_of_the_recorded_run():
     readme = (ROOT / "README.md").read_text()
     for system in ("ddp", "fsdp2", "fsdp2-keep", "zero-1", "zero-2", "zero-3", "plain"):
