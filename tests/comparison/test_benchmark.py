@@ -18,7 +18,7 @@ from zero_mini.comparison.models import make_model
 from zero_mini.comparison.systems import SYSTEMS
 from zero_mini.comparison.trainee import Trainee, adamw, stepper
 from zero_mini.comparison.works import ABLATIONS, BASELINE, ON_CPU, WORKS, Work
-from zero_mini.course.ranks import RankError
+from zero_mini.course.ranks import RankError, run
 from zero_mini.trainer.gpt import GPTConfig
 
 TINY = Work("tiny", GPTConfig(L=3, d=64, heads=2, T=32), batch=4, bf16=False, lr=1e-3)
@@ -126,6 +126,21 @@ def test_beside_absent_peers_a_rank_does_what_one_of_two_does_and_sends_nothing(
     assert one_step(absent_peers.Silent(2)) == ranks(2).run(one_step)[0]
 
 
+def test_other_systems_run_beside_absent_peers_too():
+    def states_and_losses() -> dict[str, tuple[int, list[float]]]:
+        found = {}
+        for system in ("ddp", "fsdp2"):
+            trainee = absent_peers.build(2, system, TINY, torch.device("cpu"))
+            losses = [trainee.step(torch.zeros(4, 33, dtype=torch.int64)).item() for _ in range(3)]
+            found[system] = trainee.state_bytes(), losses
+        return found
+
+    ((ddp_bytes, ddp_losses), (fsdp2_bytes, fsdp2_losses)) = run(states_and_losses, 1)[0].values()
+    assert fsdp2_bytes == pytest.approx(ddp_bytes / 2, rel=0.01)
+    # One rank's gradient stands for the mean, so DDP learns; what FSDP2 gathers is one half of the model, twice.
+    assert ddp_losses[2] < ddp_losses[0] and all(map(math.isfinite, fsdp2_losses))
+
+
 def test_beside_absent_peers_no_loss_is_compared_and_the_record_has_a_file_of_its_own(tmp_path):
     alone = entry(TINY, {"zero-3": invented(8, losses=[9.0]), BASELINE: invented(5)}) | {"rank_of": 4}
     alone["machine"]["cards"], alone["rates"] = 1, {"matmul_flops": 1e9, "copy_bytes": 1e9, "all_reduce_bytes": 0.0}
@@ -140,7 +155,7 @@ def test_beside_absent_peers_no_loss_is_compared_and_the_record_has_a_file_of_it
 
 def test_what_cannot_run_without_peers_is_refused(capsys):
     assert benchmark.parse(["--work", "cpu", "--alone", "2"]).ranks == 1
-    for arguments in (["--alone", "1"], ["--alone", "2", "--systems", "zero-3", "fsdp2"]):
+    for arguments in (["--alone", "1"], ["--alone", "2", "--systems", "zero-3", "zero-3 no prefetch"]):
         with pytest.raises(SystemExit):
             benchmark.parse(["--work", "cpu", *arguments])
         assert tells(capsys.readouterr().err, "--alone", arguments[-1])

@@ -7,26 +7,34 @@
 Everything else is a real rank's: allocations, products, casts, the update of 1/N, what the host launches. So the
 difference from a run on N GPUs is the wire's. Losses are not those of a training, and no gate compares them.
 
+DDP, FSDP2 and DeepSpeed call torch.distributed, so they have a process group of N ranks that sends nothing. Its
+all-gather copies this rank's part N times, since their buffers are new memory, which may hold NaN.
+
 Left out: values. simulate/absent.py computes what absent ranks would send, which takes time.
 """
 
 import functools
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future
 
 from zero_mini.comm import Comm, Launched
+from zero_mini.comparison import systems
 from zero_mini.comparison.plain import build_plain
 from zero_mini.comparison.systems import build_zero
 from zero_mini.comparison.trainee import Trainee
-from zero_mini.comparison.works import BASELINE, Work
+from zero_mini.comparison.works import BASELINE, PLAIN, Work
 
 STD = 0.02  # of a weight
 
-SYSTEMS = {
+OURS = {
     **{f"zero-{stage}": functools.partial(build_zero, stage) for stage in range(4)},
     "zero-3 keep attention": functools.partial(build_zero, 3, keep_attention=True),
 }
+PEERS = [name for name in systems.SYSTEMS if name.startswith(("ddp", "fsdp2", "deepspeed")) and "symmetric" not in name]
+ALLOWED = (*OURS, *PEERS, *PLAIN)
 
 
 class Silent(Comm):
@@ -58,8 +66,72 @@ class Silent(Comm):
         return self.launch("broadcast", unit, buffer, lambda: None)
 
 
+def copy_to_all(outputs: list[Tensor], source: Tensor) -> None:
+    for output in outputs:
+        if output.data_ptr() != source.data_ptr():
+            output.copy_(source)
+
+
+class SilentGroup(dist.ProcessGroup):
+    """A process group whose other ranks are absent, with the collectives that the peers use."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self.ranks = world_size
+
+    def size(self) -> int:
+        return self.ranks
+
+    def getBackendName(self) -> str:
+        return "silent"
+
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    def done(self, result: object = None, *_, **__) -> dist.Work:
+        """Nothing is sent, and tensors keep what they have."""
+        future = torch.futures.Future()
+        future.set_result(result)
+        return _create_work_from_future(future)
+
+    allreduce = allreduce_coalesced = broadcast = barrier = done
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *_) -> dist.Work:
+        copy_to_all(outputs[0], inputs[0])
+        return self.done()
+
+    def all_gather_single(self, output: Tensor, source: Tensor, *_) -> dist.Work:
+        copy_to_all(output.flatten().chunk(self.ranks), source.flatten())
+        return self.done()
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, *_) -> dist.Work:
+        copy_to_all([output.flatten()], source.flatten()[: output.numel()])
+        return self.done()
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], sources: list[Tensor], *_) -> dist.Work:
+        for output, source in zip(outputs, sources):
+            self.all_gather_single(output, source)
+        return self.done()
+
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # until torch 2.12
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+
 def build(world_size: int, system: str, work: Work, device: torch.device) -> Trainee:
     """The work's model in training as rank 0 of `world_size`; plain rows have no ranks anyway."""
-    if system in SYSTEMS:
-        return SYSTEMS[system](work, device, comm=Silent(world_size))
-    return build_plain(work, device, updates=world_size if system == BASELINE else 0)
+    if system in OURS:
+        return OURS[system](work, device, comm=Silent(world_size))
+    if system in PLAIN:
+        return build_plain(work, device, updates=world_size if system == BASELINE else 0)
+    enter_silent_world(world_size)
+    return systems.build(system, work, device)
+
+
+def enter_silent_world(world_size: int) -> None:
+    """From now on the default group of this process is rank 0 of so many."""
+    if not hasattr(dist.Backend, "SILENT"):
+        create = lambda store, rank, size, timeout: SilentGroup(rank, size)  # noqa: E731
+        dist.Backend.register_backend("silent", create, devices=["cpu", "cuda"])
+    dist.destroy_process_group()
+    dist.init_process_group("silent", rank=0, world_size=world_size, store=dist.HashStore())

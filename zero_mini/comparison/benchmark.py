@@ -129,7 +129,7 @@ import torch
 from zero_mini.comparison import absent_peers, measure, scores
 from zero_mini.comparison.models import psi_and_flops
 from zero_mini.comparison.systems import SYSTEMS, build, missing
-from zero_mini.comparison.works import PLAIN, WORKS, Work
+from zero_mini.comparison.works import WORKS, Work
 from zero_mini.course.ranks import RankError, run
 from zero_mini.trainer.launch import first_line
 
@@ -251,9 +251,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.alone is not None:
         if options.alone < 2:
             parser.error(f"--alone N: a rank of N >= 2 (got {options.alone})")
-        options.ranks, allowed = 1, (*absent_peers.SYSTEMS, *PLAIN)
-        if wrong := [system for system in options.systems or () if system not in allowed]:
-            parser.error(f"--alone: {', '.join(wrong)} cannot run without peers; {', '.join(allowed)} can")
+        options.ranks = 1
+        if wrong := [system for system in options.systems or () if system not in absent_peers.ALLOWED]:
+            parser.error(f"--alone: {', '.join(wrong)} cannot run alone; {', '.join(absent_peers.ALLOWED)} can")
     for name in options.work if not gpus else ():
         if WORKS[name].bf16:
             parser.error(f'--work "{name}" is for GPUs, and torch finds none here; --work cpu runs without')
@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         command = ["python", "zero_mini/comparison/benchmark.py", "--work", name, "--rounds", str(options.rounds)]
         how, about_rank = build, {}
         if options.alone is not None:
-            systems = [system for system in systems if system in (*absent_peers.SYSTEMS, *PLAIN)]
+            systems = [system for system in systems if system in absent_peers.ALLOWED]
             command += ["--alone", str(options.alone)]
             how, about_rank = functools.partial(absent_peers.build, options.alone), {"rank_of": options.alone}
         entry = {
