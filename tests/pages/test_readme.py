@@ -98,8 +98,12 @@ def test_speeds_beside_absent_peers_are_those_of_the_recorded_runs(work, entry):
     page = "\n".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("speed", "board"))
     section = page.partition(f"\n### {work}, rank 0 of {entry['rank_of']}\n")[2].partition("\n##")[0]
     for system, score in entry["scores"].items():
+        row = entry["systems"][system]
         cells = [system, f"{score['ms']:.1f}", f"{score['tokens_s']:,.0f}", f"{score['mfu']:.1%}".replace("%", " %")]
-        cells += [f"{score['over_baseline']:.3f}", f"{entry['systems'][system]['peak_bytes'] / 2**30:.1f}"]
+        if score["over_baseline"]:
+            cells += [f"{score['over_baseline']:.3f}", f"{score['x_ddp']:.2f}"]
+        cells += [f"{row['peak_bytes'] / 2**30:.1f}"]
+        cells += [] if score["over_baseline"] else [f"{row['reserved_bytes'] / 2**30:.1f}"]
         assert f"| {' | '.join(cells)} | {score['p10_ms']:.1f} to {score['p90_ms']:.1f} |" in section
     assert (entry["machine"]["cards"], card(entry["machine"])) == (1, "H200")
 
