@@ -26,6 +26,7 @@ from zero_mini.comparison.plain import build_plain
 from zero_mini.comparison.systems import build_zero
 from zero_mini.comparison.trainee import Trainee
 from zero_mini.comparison.works import BASELINE, PLAIN, Work
+from zero_mini.simulate.absent import put
 
 STD = 0.02  # of a weight
 
@@ -51,25 +52,15 @@ class Silent(Comm):
         return self.launch("all_reduce", unit, buffer, lambda: None)
 
     def reduce_scatter(self, shard: Tensor, buffer: Tensor, unit: str) -> Launched:
-        mine = buffer[: shard.numel()]
-        if mine.data_ptr() != shard.data_ptr():
-            shard.copy_(mine)
+        put(shard, buffer[: shard.numel()])
         return self.launch("reduce_scatter", unit, buffer, lambda: None)
 
     def all_gather(self, buffer: Tensor, shard: Tensor, unit: str) -> Launched:
-        mine = buffer[: shard.numel()]
-        if mine.data_ptr() != shard.data_ptr():
-            mine.copy_(shard)
+        put(buffer[: shard.numel()], shard)
         return self.launch("all_gather", unit, buffer, lambda: None)
 
     def broadcast(self, buffer: Tensor, unit: str) -> Launched:
         return self.launch("broadcast", unit, buffer, lambda: None)
-
-
-def copy_to_all(outputs: list[Tensor], source: Tensor) -> None:
-    for output in outputs:
-        if output.data_ptr() != source.data_ptr():
-            output.copy_(source)
 
 
 class SilentGroup(dist.ProcessGroup):
@@ -98,15 +89,15 @@ class SilentGroup(dist.ProcessGroup):
     allreduce = allreduce_coalesced = broadcast = barrier = done
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *_) -> dist.Work:
-        copy_to_all(outputs[0], inputs[0])
+        for output in outputs[0]:
+            put(output, inputs[0])
         return self.done()
 
     def all_gather_single(self, output: Tensor, source: Tensor, *_) -> dist.Work:
-        copy_to_all(output.flatten().chunk(self.ranks), source.flatten())
-        return self.done()
+        return self.allgather([output.view(-1).chunk(self.ranks)], [source.view(-1)])
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, *_) -> dist.Work:
-        copy_to_all([output.flatten()], source.flatten()[: output.numel()])
+        put(output.view(-1), source.view(-1)[: output.numel()])
         return self.done()
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], sources: list[Tensor], *_) -> dist.Work:
