@@ -18,17 +18,13 @@ A stage is a class that overrides the moments it changes:
     after_step        a step                 every unit's new values are published
     publish           a unit                 the new values reach the ranks that compute with them
 
-A unit's gradient in a backward, and the moment that moves it on:
+A unit in a backward:   its gradient is                  until
 
-    idle                         its parameters have no .grad
-      | before_backward
-    entered                      autograd is in the unit, and writes .grad
-      | after_backward
-    collected                    unit.local_grad
-      | reduce
-    sent                         unit.reducing: in flight
-      | finish_reduction
-    reduced                      unit.mean_grad
+    idle                nowhere                          before_backward
+    entered             in .grad, as autograd writes it  after_backward
+    collected           in unit.local_grad               reduce
+    sent                in flight: unit.reducing         finish_reduction
+    reduced             in unit.mean_grad
 
 One unit's turn in a backward at stage 2, as it is called:
 
@@ -42,10 +38,9 @@ One unit's turn in a backward at stage 2, as it is called:
         finish_reduction(the unit sent two before)     which frees its whole gradient
         Comm.reduce_scatter -> Comm.launch -> Ledger.note
 
-Two rules keep ranks together. Collectives start in the same order on every rank whatever its data did: reductions in
-reverse unit order, and a unit that is not ready holds back those after it, up to the end of the backward. And a unit is
-collected when backward has moved on to the next one, not when all its gradients exist: a parameter without a gradient
-on this rank counts as zero. The optimizer skips what no rank used in a step, as it skips a gradient that is None.
+Two rules keep ranks together. Collectives start in the same order on every rank: reductions in reverse unit order, and
+a unit that is not ready holds back those after it. A unit is collected when backward has moved on to the next one, not
+when all its gradients exist: a parameter without a gradient on this rank counts as zero.
 
 A reduction starts when the next unit is half-way through its backward. An NCCL reduction occupies SMs and slows a
 matrix product that runs beside it; attention, which is the middle of most blocks, is slowed less.
@@ -88,11 +83,8 @@ class Script:
     def __init__(self, model, optimizer, units, comm, dtype, device, scaler=None, make_update=OnDevice):
         """Every attribute is born here, or in the stage's own __init__; zeroify.py then takes the parameters over.
 
-        make_update    make_update(self) builds `self.update`; zeroify() passes it by its name. A stage class with a
-                       subclass of OnDevice takes it out of the arguments, and passes its own:
-
-            def __init__(self, *args, make_update, **options):
-                super().__init__(*args, make_update=MyUpdate, **options)
+        make_update    make_update(self) builds `self.update`; zeroify() passes it by its name. A stage class may take it
+                       out of its arguments and pass a subclass of OnDevice: SixteenBitShard of comparison/ablations.py.
         """
         self.model: torch.nn.Module = model
         self.optimizer: torch.optim.Optimizer = optimizer
@@ -297,10 +289,8 @@ class Script:
     load_state_dict = state_dict.load_state_dict
     state_dict = state_dict.state_dict
     memory = inventory.memory
-    places = property(inventory.places)
-    ledger = property(inventory.ledger)
-    stepped = property(loss_scale.stepped)
-    scaler = property(loss_scale.scaler)
+    places, ledger = property(inventory.places), property(inventory.ledger)
+    stepped, scaler = property(loss_scale.stepped), property(loss_scale.scaler)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
