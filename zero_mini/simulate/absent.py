@@ -24,6 +24,7 @@ from zero_mini.comm import Comm, Launched
 from zero_mini.flat import Unit
 from zero_mini.simulate.values import Values
 
+MOST_RANKS = 1 << 16  # several numbers of each rank are kept
 IN_TURN = 8  # up to so many ranks gloo adds the terms one after the other
 ORDERS = (2.0, float("inf"))  # of norms: to clip, and to see an overflow in fp16
 AT_ONCE = 1 << 22  # elements that are added up together: they need temporary memory
@@ -164,7 +165,7 @@ def put(target: Tensor, source: Tensor) -> None:
 
 
 def check_place(rank: int, world_size: int) -> None:
-    """ValueError unless 0 <= rank < world_size.
+    """ValueError unless 0 <= rank < world_size <= MOST_RANKS.
 
     >>> check_place(2, 2)
     Traceback (most recent call last):
@@ -172,5 +173,7 @@ def check_place(rank: int, world_size: int) -> None:
     """
     if world_size < 1:
         raise ValueError(f"the number of ranks must be at least 1 (got {world_size})")
+    if world_size > MOST_RANKS:
+        raise ValueError(f"the number of ranks must be at most {MOST_RANKS:,} (got {world_size:,})")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be from 0 to {world_size - 1}, of {world_size} ranks (got {rank})")
