@@ -151,6 +151,8 @@ def main(argv: list[str] | None = None) -> int:
         base = Setup(small, world_size=chosen.world, device=chosen.device, device_bytes=nbytes)
         if chosen.what == "figure1":
             base = dataclasses.replace(base, config=config)
+        if chosen.json:
+            Path(chosen.json).open("a").close()  # an error now, and not after the first run
         runs: list[dict] = []
         for each in commands[chosen.what](base):
             runs.append(each)
