@@ -51,6 +51,14 @@ def check_process_group(group: dist.ProcessGroup | None) -> None:
         raise RuntimeError(f"rank {dist.get_rank()} is not in the group: call zeroify() on its ranks alone")
 
 
+def check_comm(comm: Comm | None, group: dist.ProcessGroup | None) -> None:
+    """ValueError if it is no Comm, or if there is a group beside it."""
+    if comm is not None and not isinstance(comm, Comm):
+        raise ValueError(f"comm must be an instance of a subclass of Comm, as ThrottledComm() (got {comm!r})")
+    if comm is not None and group is not None:
+        raise ValueError("comm stands in place of group, and both were given: give the group to the comm, Comm(group)")
+
+
 def as_list(unit: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return [unit] if isinstance(unit, nn.Module) else list(unit)
 

@@ -82,15 +82,12 @@ class Setup:
             model = GPT(self.config, self.loss_chunks)
         if self.checkpoint:
             checkpoint_blocks(model)
-        zero = zeroify(
+        return zeroify(
             *(model, torch.optim.AdamW(param_groups(model, 0.1), lr=1e-4, fused=True), self.stage),
             **{"comm": comm, "dtype": DTYPES[self.precision], "device": self.here},
             units=split_blocks(model, self.split) if self.split and 12 * self.config.d**2 > self.split else None,
             initialise=values.initialise,
         )
-        if comm is not None:
-            comm.follow(zero)
-        return zero
 
     def training(self, absent: bool = True) -> Training:
         """Steps on random tokens, the same on every rank."""
