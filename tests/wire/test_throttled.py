@@ -221,9 +221,9 @@ def test_small_sizes_count_as_much_as_large_ones():
     assert line.misses({1e9: 2.0})[1e9] == pytest.approx(0.5, rel=0.01)
 
 
-@pytest.mark.parametrize("points", [{}, {8: 1.0}, {8: 1.0, 16: 0.0}])
+@pytest.mark.parametrize("points", [{}, {8: 1.0}, {8: 1.0, 16: 0.0}, {8: 1.0, 16: math.nan}])
 def test_points_without_a_line_are_refused(points):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="a line needs"):
         fit(points)
 
 

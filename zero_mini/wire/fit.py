@@ -64,7 +64,7 @@ def fit(points: Mapping[float, float]) -> Fit:
     >>> fit({1000: 1.5, 2000: 2.0, 8000: 5.0}) == Fit(alpha_s=1.0, bytes_per_s=2000.0)
     True
     """
-    if len(points) < 2 or min(points.values()) <= 0:
+    if len(points) < 2 or not all(0 < seconds < math.inf for seconds in points.values()):
         raise ValueError(f"{dict(points)}: a line needs times > 0 at two sizes or more")
     sizes, seconds = torch.tensor(list(points.items()), dtype=torch.float64).unbind(1)
     largest = sizes.max()  # columns of about the same size keep the sums exact
