@@ -60,7 +60,9 @@ def check_comm(comm: Comm | None, group: dist.ProcessGroup | None) -> None:
 
 
 def as_list(unit: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    return [unit] if isinstance(unit, nn.Module) else list(unit)
+    """A ModuleList, and a slice of one, is a list: it is never called itself."""
+    is_called = isinstance(unit, nn.Module) and not isinstance(unit, nn.ModuleList)
+    return [unit] if is_called or not isinstance(unit, Iterable) else list(unit)
 
 
 class Plan:
@@ -82,6 +84,8 @@ class Plan:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer (got a {type(optimizer).__name__})")
         self.model, self.optimizer, self.stage, self.compute_dtype = model, optimizer, stage, dtype
+        if isinstance(units, Iterable):
+            units = [as_list(unit) for unit in units]  # a generator can be read once
         self.names = {id(module): name for name, module in model.named_modules()}
         self.params = dict(model.named_parameters())
         self.group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -191,7 +195,8 @@ class Plan:
         units = [module for unit in units or () for module in as_list(unit)]
         for index, unit in enumerate(units):
             if id(unit) not in self.names:
-                return f"units: {type(unit).__name__} is not a module of {type(self.model).__name__}"
+                slice_of = "; a slice is a new module: pass list(slice)" if isinstance(unit, nn.Sequential) else ""
+                return f"units: {type(unit).__name__} is not a module of {type(self.model).__name__}{slice_of}"
             if any(unit is other for other in units[:index]):
                 return f"units: {self.names[id(unit)]} is named twice; name it once"
             for inner in unit.modules():
