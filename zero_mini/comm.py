@@ -83,6 +83,9 @@ class Comm:
             return torch.empty(numel, dtype=dtype, device=device)
         return self.reachable.empty(numel, dtype)
 
+    def follow(self, zero) -> None:
+        """zeroify() calls it with the handle, before any values are sent. A subclass may look at its units."""
+
     def all_reduce(self, buffer: torch.Tensor, unit: str) -> Launched:
         """buffer (P) <- its mean over ranks, on every rank."""
         op = self._prepare_mean(buffer)

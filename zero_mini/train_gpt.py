@@ -260,8 +260,6 @@ def build(
         offload=options.offload,
         comm=comm,
     )
-    if comm is not None:
-        comm.follow(zero)
     return zero, scheduler
 
 

@@ -85,6 +85,7 @@ def zeroify(
     If no rank uses a parameter in a step, its value, states and step count do not change, as in torch when a gradient
     is None. requires_grad_() may be called at any time for parameters that are in a param group.
     """
+    checks.check_comm(comm, group)
     if comm is None:
         checks.check_process_group(group)
         comm = Comm(group)
@@ -115,6 +116,7 @@ def zeroify(
 
 def take_over(zero: Script, initialise: Callable[[str, torch.Tensor], None] | None) -> None:
     """Values become what the stage keeps of them. Unit by unit, so that the peak is the final states plus one unit."""
+    zero.comm.follow(zero)
     zero.prepare()
     hooks.keep_in_buffers(zero.model)
     for unit in zero.units:

@@ -352,6 +352,18 @@ def test_a_second_run_that_saves_other_tensors_is_told_both():
     with pytest.raises(RuntimeError, match=naming("(4,)", "torch.float32", "torch.float64")):
         loss.backward()
 
+    class Cache(list):
+        """Of keys, as transformers' models have one unless they are called with use_cache=False."""
+
+    def attend(x, past_key_values):
+        past_key_values.append(x)
+        return torch.outer(x, torch.cat([*past_key_values]))
+
+    for wrong in (attend, lambda x, past_key_values: x if past_key_values else attend(x, past_key_values)):
+        loss = checkpoint(wrong, activation(4), past_key_values=Cache()).sum()
+        with pytest.raises(RuntimeError, match=naming("second run", "Cache", "use_cache=False")):
+            loss.backward()
+
 
 def test_a_second_run_that_saves_fewer_tensors_is_told_both_numbers():
     def function(x):

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from zero_mini.binding import checks
 from zero_mini.course.ranks import Ranks
+from zero_mini.simulate.absent import Absent
 from zero_mini.update.loss_scale import LossScaler
 from zero_mini.zeroify import zeroify
 
@@ -267,9 +268,20 @@ def test_units_that_are_nested_foreign_or_named_twice_are_refused(pair):
 
     check(lambda model: [model.blocks[1][0], model.blocks[1]], r"blocks\.1\.0", r"blocks\.1\b")
     check(lambda model: [nn.Linear(2, 2)], r"Linear\b.*Tower\b")
+    check(lambda model: [model.blocks[1][:1]], r"Sequential\b.*Tower\b.*list\(slice\)")
+    check(lambda model: [None], r"NoneType\b.*Tower\b")
     check(lambda model: [[model.blocks[0]], []], "empty")
     check(lambda model: [[model.blocks[0], model.blocks[1]], [model.blocks[1][0]]], r"blocks\.1\.0")
     check(lambda model: [model.blocks[0], model.blocks[0]], r"blocks\.0", "twice")
+
+
+def test_units_may_be_slices_of_a_list_or_come_from_a_generator():
+    def names(choose) -> list[str]:
+        model = Tower()
+        return [unit.name for unit in zeroify(model, sgd(model), units=choose(model), comm=Absent(0, 2)).units]
+
+    assert names(lambda model: [model.blocks[:2], model.blocks[2:]]) == ["root", "blocks.0 to blocks.1", "blocks.2"]
+    assert names(lambda model: ([block] for block in model.blocks[:2])) == ["root", "blocks.0", "blocks.1"]
 
 
 WRONG_ARGUMENTS = {

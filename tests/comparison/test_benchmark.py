@@ -161,6 +161,13 @@ def test_what_cannot_run_without_peers_is_refused(capsys):
         assert tells(capsys.readouterr().err, "--alone", arguments[-1])
 
 
+@pytest.mark.parametrize("option, value", [("--rounds", "0"), ("--limit", "nan"), ("--out", "/dev/null")])
+def test_numbers_and_folders_that_cannot_be_are_refused_before_a_run(capsys, option, value):
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--work", "cpu", option, value])
+    assert tells(capsys.readouterr().err.splitlines()[-1], option)
+
+
 # --- ablations --------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from says import naming, tells
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import zero_mini.course.ranks
+from zero_mini.activations.kept_outputs import ATTENTION
 from zero_mini.comm import Comm
 from zero_mini.course.ranks import RankError, Ranks, run
 from zero_mini.trainer.gpt import GPT, GPTConfig
@@ -427,6 +428,10 @@ def test_a_function_that_reads_config_travels(ranks):
         return dist.get_rank(), model.config.d
 
     assert ranks(2).run(width, GPT(GPTConfig(L=1, d=8, heads=1, T=4))) == [(0, 8), (1, 8)]
+
+
+def test_a_function_that_names_operators_travels(ranks):
+    assert ranks(2).run(lambda: ATTENTION) == [ATTENTION, ATTENTION]
 
 
 def test_groups_of_a_few_ranks_may_be_made_again_in_the_next_call():

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from zero_mini.checkpoint.sharded import CheckpointError, Checkpoints, load
 from zero_mini.simulate.absent import Absent, OwnSlice
 from zero_mini.simulate.setup import Setup
 from zero_mini.simulate.values import Values, fill_by_torch
@@ -35,8 +36,6 @@ def first_step(stage, comm=None, dtype=torch.float32, clip=None, norm_type=2.0, 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     ours = values(shape.L)
     zero = zeroify(model, optimizer, stage, dtype=dtype, comm=comm, initialise=ours.initialise, device="cpu", **options)
-    if isinstance(comm, Absent):
-        comm.follow(zero)
     loss = model(*batch(shape))
     zero.scale(loss).backward()
     norm = None if clip is None else zero.clip_grad_norm_(clip, norm_type).item()
@@ -129,7 +128,6 @@ def test_peaks_states_and_calls_are_those_of_a_real_rank(ranks):
 def test_whole_gradients_and_optimizer_states_are_not_made_up(stage, ours):
     model = GPT(SHAPE)
     zero = zeroify(model, torch.optim.AdamW(model.parameters()), stage, comm=Absent(0, 2, ours))
-    zero.comm.follow(zero)
     model(*batch()).backward()
     with pytest.raises(RuntimeError, match="gradients of .* absent"), zero.full_params(grads=True):
         pass
@@ -175,7 +173,34 @@ def test_values_are_normal_and_those_of_two_parameters_are_independent():
     assert not torch.equal(a, Values(ours.rule, seed=1).part("a", a.shape, 0, torch.empty(numel)))
 
 
-@pytest.mark.parametrize("rank, N", [(0, 0), (2, 2), (-1, 2), (0, -1)])
+@pytest.mark.parametrize("rank, N", [(0, 0), (2, 2), (-1, 2), (0, -1), (1.5, 2), (0, 10**9), ("0", 2)])
 def test_a_place_that_does_not_exist_is_refused(rank, N):
-    with pytest.raises(ValueError, match=str(rank if N > 0 else N)):
+    with pytest.raises(ValueError, match=f"{rank!r}|{N:,}"):
         Absent(rank, N)
+
+
+@pytest.mark.parametrize("ours", [None, values()], ids=["kept", "drawn"])
+def test_values_that_full_params_has_written_are_those_of_absent_ranks_too(ours):
+    model = GPT(SHAPE)
+    zero = zeroify(model, torch.optim.AdamW(model.parameters()), 3, comm=Absent(1, 4, ours))
+    with torch.no_grad(), zero.full_params():
+        for param in model.parameters():
+            param.zero_()
+    assert model(*batch()).item() == pytest.approx(math.log(SHAPE.vocab))
+
+
+def test_what_needs_the_other_ranks_or_another_comm_is_refused(tmp_path):
+    model, other = GPT(SHAPE), GPT(SHAPE)
+    zero = zeroify(model, torch.optim.AdamW(model.parameters()), comm=Absent(0, 2))
+    for asked in (lambda: Checkpoints(tmp_path, zero), lambda: load(tmp_path, zero)):
+        with pytest.raises(CheckpointError, match="all 2 ranks, and 1 are absent"):
+            asked()
+    sgd = torch.optim.SGD(other.parameters())
+    for options, what in (
+        ({"comm": zero.comm}, "another model"),
+        ({"comm": Absent}, "instance"),
+        ({"comm": Absent(0, 2), "group": "any"}, "group"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            zeroify(other, sgd, **options)
+    assert not any(tmp_path.iterdir())

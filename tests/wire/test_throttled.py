@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from says import naming
+from says import naming, tells
 from test_seams import example, momentum, train
 from torch import nn
 
@@ -13,7 +13,7 @@ from zero_mini import zeroify
 from zero_mini.comm import Comm
 from zero_mini.course.ranks import Ranks
 from zero_mini.simulate.absent import OwnSlice
-from zero_mini.wire.fit import SIZES, Fit, fit, measure, table
+from zero_mini.wire.fit import SIZES, Fit, fit, main, measure, table
 from zero_mini.wire.throttled import SlowLink, ThrottledComm
 
 STAGES = (0, 1, 2, 3)
@@ -190,7 +190,9 @@ def test_shards_inside_a_node_send_less_over_the_slow_link_across_nodes():
         assert inside == pytest.approx(seconds(halves, BLOCK, N=2))
 
 
-@pytest.mark.parametrize("latency_s, bytes_per_s", [(-1.0, 1.0), (0.0, 0.0), (0.0, -5.0), (0.0, math.nan)])
+@pytest.mark.parametrize(
+    "latency_s, bytes_per_s", [(-1.0, 1.0), (0.0, 0.0), (0.0, -5.0), (0.0, math.nan), (math.inf, 1.0)]
+)
 def test_a_link_that_cannot_be_is_refused(latency_s, bytes_per_s):
     with pytest.raises(ValueError, match=naming(latency_s, bytes_per_s)):
         SlowLink(latency_s, bytes_per_s)
@@ -219,9 +221,9 @@ def test_small_sizes_count_as_much_as_large_ones():
     assert line.misses({1e9: 2.0})[1e9] == pytest.approx(0.5, rel=0.01)
 
 
-@pytest.mark.parametrize("points", [{}, {8: 1.0}, {8: 1.0, 16: 0.0}])
+@pytest.mark.parametrize("points", [{}, {8: 1.0}, {8: 1.0, 16: 0.0}, {8: 1.0, 16: math.nan}])
 def test_points_without_a_line_are_refused(points):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="a line needs"):
         fit(points)
 
 
@@ -229,6 +231,15 @@ def test_neither_number_is_negative_whatever_a_busy_machine_measured():
     assert fit({8: 2.0, 16: 2.0, 32: 1.0}).bytes_per_s == math.inf
     through_zero = fit({10: 1.0, 20: 3.0})
     assert through_zero.alpha_s == 0.0 and 20 / 3 < through_zero.bytes_per_s < 10
+
+
+@pytest.mark.parametrize("argv", ["--ranks 1", "--latency-us -2", "--MB-per-s nan"])
+def test_the_command_refuses_a_wire_that_cannot_be(monkeypatch, capsys, argv):
+    monkeypatch.setattr("sys.argv", ["fit", *argv.split()])
+    with pytest.raises(SystemExit):
+        main()
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert tells(err, {"1": 1, "-2": "latency_s is -2e-06"}.get(argv.split()[1], "nan")) and argv.split()[0] in err
 
 
 def test_the_command_prints_a_line_for_each_collective(ranks):

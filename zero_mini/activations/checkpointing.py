@@ -124,13 +124,12 @@ class Saved:
         self.storage, self.version = weakref.ref(tensor.untyped_storage()), tensor._version
         self.tensor: Tensor | None = None  # set by the second run, removed by its use
 
-    def fill(self, tensor: Tensor, number: int, total: int) -> Tensor:
+    def fill(self, tensor: Tensor, number: int, total: int, inputs: "Inputs") -> Tensor:
         """Take the tensor of the second run; returns it without its graph."""
         if (self.shape, self.dtype, self.device) != (tensor.shape, tensor.dtype, tensor.device):
             raise RuntimeError(
                 f"checkpoint: of {total} tensors that the function saved for backward, number {number} was "
-                f"{in_words(self)} in forward and is {in_words(tensor)} in the second run; it must do the same in "
-                "both, and depend on nothing that changes in between"
+                f"{in_words(self)} in forward and is {in_words(tensor)} in the second run; {inputs.remedy()}"
             )
         if self.version != tensor._version and self.storage() is tensor.untyped_storage():  # a parameter, say
             raise RuntimeError(
@@ -183,7 +182,7 @@ class CheckpointedCall:
         def fill(tensor: Tensor) -> Tensor:
             number = next(numbers)
             saved = self.saved[number - 1]() or Saved(tensor)  # a new one if the graph has freed it
-            tensor = saved.fill(tensor, number, total)
+            tensor = saved.fill(tensor, number, total, self.inputs)
             if number == total:
                 raise LastOneSaved
             return tensor
@@ -197,7 +196,7 @@ class CheckpointedCall:
             return
         raise RuntimeError(
             f"checkpoint: the function saved {total} tensors for backward in forward and {next(numbers) - 1} in the "
-            "second run; it must do the same in both, and depend on nothing that changes in between"
+            f"second run; {self.inputs.remedy()}"
         )
 
 
@@ -235,6 +234,18 @@ class Inputs:
                     f"it had version {version} when the function was called and has {tensor._version} "
                     "now, so the second run would meet other values; clone() it before it is changed"
                 )
+
+    def remedy(self) -> str:
+        """What to do if the second run differed. An argument that is an object may remember the first run."""
+        remedy = "it must do the same in both, and depend on nothing that changes in between"
+        kinds = {type(leaf) for leaf in self.leaves}
+        objects = sorted(k.__name__ for k in kinds if k.__module__.split(".")[0] not in ("builtins", "torch"))
+        if objects:
+            remedy += (
+                f": among its arguments {' and '.join(objects)} may have kept something of the first run; with a model "
+                "of transformers, pass use_cache=False"
+            )
+        return remedy
 
     def again(self) -> tuple[tuple, dict]:
         """The same args and kwargs."""

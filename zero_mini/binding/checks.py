@@ -51,8 +51,18 @@ def check_process_group(group: dist.ProcessGroup | None) -> None:
         raise RuntimeError(f"rank {dist.get_rank()} is not in the group: call zeroify() on its ranks alone")
 
 
+def check_comm(comm: Comm | None, group: dist.ProcessGroup | None) -> None:
+    """ValueError if it is no Comm, or if there is a group beside it."""
+    if comm is not None and not isinstance(comm, Comm):
+        raise ValueError(f"comm must be an instance of a subclass of Comm, as ThrottledComm() (got {comm!r})")
+    if comm is not None and group is not None:
+        raise ValueError("comm stands in place of group, and both were given: give the group to the comm, Comm(group)")
+
+
 def as_list(unit: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    return [unit] if isinstance(unit, nn.Module) else list(unit)
+    """A ModuleList, and a slice of one, is a list: it is never called itself."""
+    is_called = isinstance(unit, nn.Module) and not isinstance(unit, nn.ModuleList)
+    return [unit] if is_called or not isinstance(unit, Iterable) else list(unit)
 
 
 class Plan:
@@ -74,6 +84,8 @@ class Plan:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer (got a {type(optimizer).__name__})")
         self.model, self.optimizer, self.stage, self.compute_dtype = model, optimizer, stage, dtype
+        if isinstance(units, Iterable):
+            units = [as_list(unit) for unit in units]  # a generator can be read once
         self.names = {id(module): name for name, module in model.named_modules()}
         self.params = dict(model.named_parameters())
         self.group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -183,7 +195,8 @@ class Plan:
         units = [module for unit in units or () for module in as_list(unit)]
         for index, unit in enumerate(units):
             if id(unit) not in self.names:
-                return f"units: {type(unit).__name__} is not a module of {type(self.model).__name__}"
+                slice_of = "; a slice is a new module: pass list(slice)" if isinstance(unit, nn.Sequential) else ""
+                return f"units: {type(unit).__name__} is not a module of {type(self.model).__name__}{slice_of}"
             if any(unit is other for other in units[:index]):
                 return f"units: {self.names[id(unit)]} is named twice; name it once"
             for inner in unit.modules():

@@ -64,6 +64,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, zero: Script, keep: int = 2, begun: int = 0, background: bool = False):
+        check_all_here(zero)
         self.folder, self.zero, self.keep, self.last = Path(folder), zero, keep, begun
         self.host = zero.comm.host.another()  # its own: the thread's words must not mix with those of a step
         self.lock = filelock.FileLock(self.folder / "lock")
@@ -167,6 +168,7 @@ def load(path: Path, zero: Script) -> Loaded:
 
     CheckpointError, on every rank, if no checkpoint is whole, or it is of another model; nothing is changed then.
     """
+    check_all_here(zero)
     comm, path = zero.comm, Path(path)
     zero.check_step()
     is_checkpoint = re.fullmatch(r"step-\d+", path.name)
@@ -226,6 +228,13 @@ def restore_rng(zero: Script, states: dict) -> None:
 
 
 # --- how --------------------------------------------------------------------------------------
+
+
+def check_all_here(zero: Script) -> None:
+    """CheckpointError if ranks are absent (simulate/absent.py), since each rank writes and reads its own slices."""
+    N = zero.comm.world_size
+    if zero.comm.group is None and N > 1:
+        raise CheckpointError(f"a checkpoint is of all {N} ranks, and {N - 1} are absent: start them with torchrun")
 
 
 def together(host: HostWords, action: Callable[[], T], where: Path, remedy: str = ROOM) -> T:

@@ -248,6 +248,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.rounds < 1 or options.ranks < 1:
         parser.error("--rounds and --ranks must be at least 1")
+    if not options.limit > 0:
+        parser.error(f"--limit must be a number of seconds > 0 (got {options.limit:g})")
+    if options.out:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--out {options.out}: {error.strerror}; give a folder")
     if options.alone is not None:
         if options.alone < 2:
             parser.error(f"--alone N: a rank of N >= 2 (got {options.alone})")

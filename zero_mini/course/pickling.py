@@ -9,6 +9,7 @@ as plain bytes, which need no shared memory and arrive on the CPU.
 
 import importlib
 import io
+import operator
 import types
 from typing import Any
 
@@ -37,7 +38,14 @@ class _ByValue:
             # imported. Such modules of settings have a class of their own, which pickle does not treat as a module.
             if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
                 return importlib.import_module, (obj.__name__,)
+            if isinstance(obj, torch._ops.OpOverload):  # checkpoint_blocks(outputs_of=ATTENTION)
+                return _operator, (str(obj),)
             return super().reducer_override(obj)
+
+
+def _operator(name: str) -> torch._ops.OpOverload:
+    """The operator of torch.ops of this name, as "aten.mm.default"."""
+    return operator.attrgetter(name)(torch.ops)
 
 
 def _code(filename: str, *parts: Any) -> types.CodeType:

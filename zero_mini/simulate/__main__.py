@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from zero_mini.simulate.measure import report
-from zero_mini.simulate.setup import DTYPES, SHAPES, SPLIT_ABOVE, Setup, shape
+from zero_mini.simulate.setup import DTYPES, SHAPES, SPLIT_ABOVE, Setup, memory_bytes, shape
 from zero_mini.trainer.launch import first_line
 from zero_mini.trainer.screen import fill, safe_streams
 
@@ -21,8 +21,8 @@ def parse(argv: list[str]) -> tuple[Setup, argparse.Namespace]:
     parser = Parser("python -m zero_mini.simulate", description=__doc__, allow_abbrev=False)
     number = {"type": int, "metavar": "N"}
     parser.add_argument("--model", default="nano", help=f"a shape: {', '.join(SHAPES)}")
-    for name in ("L", "d", "heads"):
-        parser.add_argument(f"--{name}", **number, help="in place of the shape's")
+    for names in (["--L"], ["--d", "--width"], ["--heads"]):
+        parser.add_argument(*names, **number, help="in place of the shape's")
     parser.add_argument("--sequence-length", **number, help="T, in place of the shape's")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3)
     parser.add_argument("--world", **number, default=64, help="ranks (default: 64)")
@@ -38,7 +38,8 @@ def parse(argv: list[str]) -> tuple[Setup, argparse.Namespace]:
     parser.add_argument("--json", metavar="FILE", help="write what was measured")
     chosen = parser.parse_args(argv)
     if chosen.steps not in (1, 2) or chosen.batch < 1 or chosen.split < 0:
-        raise ValueError("--steps must be 1 or 2, --batch at least 1, --split at least 0")
+        got = f"{chosen.steps}, {chosen.batch} and {chosen.split}"
+        raise ValueError(f"--steps must be 1 or 2, --batch at least 1, --split at least 0 (got {got})")
     device = chosen.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,7 +50,7 @@ def parse(argv: list[str]) -> tuple[Setup, argparse.Namespace]:
         device=device,
         checkpoint=not chosen.keep_activations,
         split=chosen.split or None,
-        device_bytes=chosen.memory and 1e9 * chosen.memory,
+        device_bytes=memory_bytes(chosen.memory, device),
     ), chosen
 
 
@@ -74,6 +75,8 @@ def main(argv: list[str] | None = None) -> int:
 def run(argv: list[str]) -> int:
     try:
         setup, chosen = parse(argv)
+        if chosen.json:
+            Path(chosen.json).open("a").close()  # an error now, and not after the run
         about, result = setup.run(chosen.steps)
     except (ValueError, OSError) as error:
         print(f"simulate: error: {first_line(error)}", file=sys.stderr)

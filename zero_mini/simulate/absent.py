@@ -24,6 +24,7 @@ from zero_mini.comm import Comm, Launched
 from zero_mini.flat import Unit
 from zero_mini.simulate.values import Values
 
+MOST_RANKS = 1 << 16  # several numbers of each rank are kept
 IN_TURN = 8  # up to so many ranks gloo adds the terms one after the other
 ORDERS = (2.0, float("inf"))  # of norms: to clip, and to see an overflow in fp16
 AT_ONCE = 1 << 22  # elements that are added up together: they need temporary memory
@@ -32,27 +33,28 @@ AT_ONCE = 1 << 22  # elements that are added up together: they need temporary me
 class Absent(Comm):
     """Rank `rank` of `world_size`, whose peers are absent.
 
-    values    how the model was initialised; call `follow` with the handle before the first forward. None: the values
-              that the model has at the start are kept, whole, for any model that fits.
+    values    how the model was initialised. None: the values that the model has at the start are kept, whole, for any
+              model that fits.
 
-        comm = Absent(0, 1024, values)
-        zero = zeroify(model, optimizer, 3, comm=comm, initialise=values.initialise)
-        comm.follow(zero)
+        zero = zeroify(model, optimizer, 3, comm=Absent(0, 1024, values), initialise=values.initialise)
     """
 
     def __init__(self, rank: int, world_size: int, values: Values | None = None) -> None:
         check_place(rank, world_size)
         super().__init__(without=(rank, world_size))
         self.values = values
-        self.kept: dict[str, Tensor] = {}  # a unit's name -> its values at the start, without `values`
+        self.kept: dict[str, Tensor] = {}  # a unit's name -> its values at the start, or after full_params()
         self.units: dict[str, Unit] = {}
         # A unit's name -> order -> the norms (N) of the ranks' slices of its mean; None if they are not known.
         self.norms: dict[str, dict[float, Tensor] | None] = {}
         self.step_of_norms = 0
 
     def follow(self, zero) -> None:
-        """From now on the layout of the handle's units is known."""
-        self.units = {unit.name: unit for unit in zero.units}
+        """The layout of the handle's units is known now. ValueError if it has been another handle's."""
+        units = {unit.name: unit for unit in zero.units}
+        if self.units and self.units != units:
+            raise ValueError("this Absent knows the values of another model: make one for each model")
+        self.units = units
 
     def all_reduce(self, buffer: Tensor, unit: str) -> Launched:
         return self.launch("all_reduce", unit, buffer, functools.partial(self.add_up, buffer))
@@ -85,7 +87,7 @@ class Absent(Comm):
         return self.launch("all_gather", unit, buffer, gather)
 
     def broadcast(self, buffer: Tensor, unit: str) -> Launched:
-        if self.values is None:
+        if unit in self.units and (self.values is None or self.ledger.steps):  # later: what full_params() has changed
             self.kept[unit] = buffer.clone()
         return self.launch("broadcast", unit, buffer, lambda: None)
 
@@ -99,7 +101,7 @@ class Absent(Comm):
 
     def total_norm(self, norms: Tensor, norm_type: float) -> Tensor:
         """Of absent ranks' slices too. Where their norms are not known, each has this rank's."""
-        in_order = [self.norms[name] for name in self.units or self.kept if name in self.norms]
+        in_order = [self.norms[name] for name in self.units if name in self.norms]
         if in_order and all(known and norm_type in known for known in in_order):
             # Of each rank's norms apart, as each rank does it: a reduction over rows may add up in another order.
             table = torch.stack([known[norm_type] for known in in_order], dim=1)
@@ -119,14 +121,11 @@ class Absent(Comm):
 
         RuntimeError for whole gradients and optimizer states, as zero.state_dict() has them: they are not known.
         """
-        known = self.kept if self.values is None else self.units
-        if known and unit not in known:
+        if unit not in self.units:
             raise RuntimeError(f"{unit} are spread over {self.world_size} ranks, of which all but one are absent")
-        if self.values is None:
+        if unit in self.kept:
             out.copy_(self.kept[unit][start : start + out.numel()])
             return
-        if unit not in self.units:
-            raise RuntimeError(f"the layout of {unit} is not known: call follow(zero) with what zeroify() returns")
         layout, end = self.units[unit], start + out.numel()
         for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets):
             low, high = max(start, offset), min(end, offset + shape.numel())
@@ -164,13 +163,17 @@ def put(target: Tensor, source: Tensor) -> None:
 
 
 def check_place(rank: int, world_size: int) -> None:
-    """ValueError unless 0 <= rank < world_size.
+    """ValueError unless they are whole numbers, 0 <= rank < world_size <= MOST_RANKS.
 
     >>> check_place(2, 2)
     Traceback (most recent call last):
     ValueError: rank must be from 0 to 1, of 2 ranks (got 2)
     """
+    if not (isinstance(rank, int) and isinstance(world_size, int)):
+        raise ValueError(f"rank and world_size are whole numbers (got {rank!r} and {world_size!r})")
     if world_size < 1:
         raise ValueError(f"the number of ranks must be at least 1 (got {world_size})")
+    if world_size > MOST_RANKS:
+        raise ValueError(f"the number of ranks must be at most {MOST_RANKS:,} (got {world_size:,})")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be from 0 to {world_size - 1}, of {world_size} ranks (got {rank})")

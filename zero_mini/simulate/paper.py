@@ -25,7 +25,7 @@ import torch
 from zero_mini.memory.formulas import largest_model
 from zero_mini.simulate.__main__ import machine
 from zero_mini.simulate.measure import report
-from zero_mini.simulate.setup import SHAPES, Setup, shape
+from zero_mini.simulate.setup import SHAPES, Setup, memory_bytes, shape
 from zero_mini.trainer.gpt import GPTConfig
 from zero_mini.trainer.launch import first_line
 from zero_mini.trainer.report import readable
@@ -147,11 +147,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = shape(chosen.model, T=chosen.sequence_length)
         small = dataclasses.replace(config, L=1, d=config.heads)  # `replace` in the commands checks what is run
-        base = Setup(
-            small, world_size=chosen.world, device=chosen.device, device_bytes=chosen.memory and 1e9 * chosen.memory
-        )
+        nbytes = memory_bytes(chosen.memory, chosen.device)
+        base = Setup(small, world_size=chosen.world, device=chosen.device, device_bytes=nbytes)
         if chosen.what == "figure1":
             base = dataclasses.replace(base, config=config)
+        if chosen.json:
+            Path(chosen.json).open("a").close()  # an error now, and not after the first run
         runs: list[dict] = []
         for each in commands[chosen.what](base):
             runs.append(each)

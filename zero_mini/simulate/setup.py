@@ -25,7 +25,6 @@ SHAPES = PRESETS | {
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BLOCK_BYTES = 1e5  # of a block in the host's memory, without any values: modules, hooks, units
-MOST_RANKS = 1 << 16
 SPLIT_ABOVE = 1 << 30  # elements of a block
 
 
@@ -49,7 +48,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         check_place(self.rank, self.world_size)
-        check_describable(self.config, self.world_size)
+        check_describable(self.config)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("there is no GPU that torch can use here; take --device cpu, and a smaller model")
         if self.device == "cpu":
@@ -83,15 +82,12 @@ class Setup:
             model = GPT(self.config, self.loss_chunks)
         if self.checkpoint:
             checkpoint_blocks(model)
-        zero = zeroify(
+        return zeroify(
             *(model, torch.optim.AdamW(param_groups(model, 0.1), lr=1e-4, fused=True), self.stage),
             **{"comm": comm, "dtype": DTYPES[self.precision], "device": self.here},
             units=split_blocks(model, self.split) if self.split and 12 * self.config.d**2 > self.split else None,
             initialise=values.initialise,
         )
-        if comm is not None:
-            comm.follow(zero)
-        return zero
 
     def training(self, absent: bool = True) -> Training:
         """Steps on random tokens, the same on every rank."""
@@ -124,10 +120,8 @@ class Setup:
             return measure(self.training(absent=False), torch.device(self.device), steps)
 
 
-def check_describable(config: GPTConfig, world_size: int) -> None:
-    """ValueError if the host could not hold the modules of such a model, or numbers of so many ranks."""
-    if world_size > MOST_RANKS:
-        raise ValueError(f"the number of ranks must be at most {MOST_RANKS:,} (got {world_size:,})")
+def check_describable(config: GPTConfig) -> None:
+    """ValueError if the host could not hold the modules of such a model."""
     if max(parameter_count(config), 4 * config.d**2, config.vocab * config.d) >= 2**60:
         raise ValueError(f"a model of {parameter_count(config):.3g} parameters is larger than torch can describe")
     needed, there = BLOCK_BYTES * config.L, host_bytes()
@@ -136,6 +130,21 @@ def check_describable(config: GPTConfig, world_size: int) -> None:
             f"{config.L:,} blocks take about {readable(needed)} of host memory to describe, without any values, and "
             f"this machine has {readable(there)}; take fewer and wider blocks"
         )
+
+
+def memory_bytes(gigabytes: float | None, device: str) -> float | None:
+    """--memory in bytes. ValueError if no GPU can have so much, or the device is a CPU, whose memory has no such limit.
+
+    >>> memory_bytes(32, "cuda")
+    32000000000.0
+    """
+    if gigabytes is None:
+        return None
+    if not 0 < gigabytes < float("inf"):
+        raise ValueError(f"--memory must be a number of GB > 0 (got {gigabytes})")
+    if device == "cpu":
+        raise ValueError(f"--memory {gigabytes:g} is of a GPU, and the device is the CPU; leave --memory out")
+    return 1e9 * gigabytes
 
 
 def shape(model: str, **changes: int | None) -> GPTConfig:

@@ -100,7 +100,8 @@ class Options:
                 raise ValueError(f"--{f.replace('_', '-')} must be at most {most:g} (got {getattr(self, f)})")
         if self.pretend_world is not None:
             check_place(self.pretend_rank, self.pretend_world)
-            for f in ("offload", "out", "init_from", "resume"):
+            of_real_ranks = ("offload", "out", "init_from", "resume", "save_every", "tensorboard", "export_gpt2")
+            for f in (*of_real_ranks, "dropout"):  # each rank drops other activations
                 if getattr(self, f):
                     raise ValueError(f"--{f.replace('_', '-')} does not go with --pretend-world; leave it out")
         elif self.pretend_rank:

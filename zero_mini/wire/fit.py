@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from zero_mini.comm import Comm
 from zero_mini.course.ranks import own_device, run
-from zero_mini.wire.throttled import ThrottledComm, sent_bytes
+from zero_mini.wire.throttled import SlowLink, ThrottledComm, sent_bytes
 
 SIZES = tuple(4**k for k in range(5, 13))  # bytes of a buffer: 1 kB to 17 MB
 REPEATS = 5
@@ -64,7 +64,7 @@ def fit(points: Mapping[float, float]) -> Fit:
     >>> fit({1000: 1.5, 2000: 2.0, 8000: 5.0}) == Fit(alpha_s=1.0, bytes_per_s=2000.0)
     True
     """
-    if len(points) < 2 or min(points.values()) <= 0:
+    if len(points) < 2 or not all(0 < seconds < math.inf for seconds in points.values()):
         raise ValueError(f"{dict(points)}: a line needs times > 0 at two sizes or more")
     sizes, seconds = torch.tensor(list(points.items()), dtype=torch.float64).unbind(1)
     largest = sizes.max()  # columns of about the same size keep the sums exact
@@ -139,6 +139,13 @@ def main() -> None:
     parser.add_argument("--MB-per-s", type=float, default=math.inf, help="of the throttled link")
     options = parser.parse_args()
     link = 1e-6 * options.latency_us, 1e6 * options.MB_per_s
+    N = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else options.ranks
+    if N < 2:
+        parser.error(f"a wire has 2 ranks or more (got {N}); take --ranks 2")
+    try:
+        SlowLink(*link)
+    except ValueError as error:
+        parser.error(f"{error} (--latency-us, --MB-per-s)")
     if not dist.is_torchelastic_launched():
         print(run(table, options.ranks, *link)[0])
         return

@@ -51,10 +51,10 @@ class SlowLink:
     free_at: float = field(default=-math.inf, init=False)  # when the last collective will have ended
 
     def __post_init__(self):
-        if self.latency_s < 0 or not self.bytes_per_s > 0:
+        if not 0 <= self.latency_s < math.inf or not self.bytes_per_s > 0:
             raise ValueError(
                 f"latency_s is {self.latency_s} and bytes_per_s {self.bytes_per_s}: "
-                "a link has latency_s >= 0 and bytes_per_s > 0"
+                "a link has a finite latency_s >= 0 and bytes_per_s > 0"
             )
 
     def seconds(self, call: Call, world_size: int) -> float:
