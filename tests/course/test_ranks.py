@@ -252,6 +252,17 @@ def test_process_groups_made_in_a_call_are_gone_after_it(ranks):
     assert ranks(2).run(report, 1)[0].total == 3
 
 
+def test_what_a_call_imported_is_not_scanned_for_garbage_after_every_later_one():
+    """torch.compile imports 150,000 objects, whose scan takes longer than most calls."""
+
+    def imports() -> int:
+        sys.modules["a_large_one"] = [[] for _ in range(10_000)]
+        return len(gc.get_objects())
+
+    with Ranks(1) as pool:
+        assert min(pool.run(imports)) > 10_000 > max(pool.run(lambda: len(gc.get_objects())))
+
+
 # ---- output
 
 
