@@ -404,8 +404,8 @@ def test_a_script_runs_once_and_its_ranks_and_their_workers_end_when_it_does(tmp
         if killed:
             assert all(map(is_running, pids))
             parent.kill()
+        assert are_gone(pids)
         assert (parent.stdout.read(), parent.stderr.read()) == ("", "")
-    assert are_gone(pids)
 
 
 # ---- refusals
