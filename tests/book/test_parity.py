@@ -266,9 +266,8 @@ def test_whole_numbers_come_out_exact_in_any_order_of_summation(ranks, world_siz
         else:
             loops = [Loop("dyadic SGD", micro_batches=4, no_sync=True, watch=False)]
         found = []
-        if world_size in (2, 3):  # one rank has nothing to sum
+        if world_size == 3:  # at N = 2 these loops are held against torch DDP
             loops += [Loop("dyadic SGD"), Loop("dyadic SGD", steps=2, micro_batches=2)]
-        if world_size == 3:
             loops += [Loop("dyadic SGD", units=units, watch=False) for units in ((), ("blocks.1", "root"))]
         for loop in loops:
             with empties_full_of(7777.0):

@@ -66,11 +66,12 @@ def all_late_and_prompt(delay: Delay, stage: int, trained: list[tuple[str, Loop]
 
 
 def check_late(pool: Ranks, delay: Delay, stage: int) -> None:
+    if stage == 0 and delay == DELAYS["gathers"]:
+        return  # it has none
     trained = TRAINED if delay == DELAYS["every collective"] else TRAINED[:2]
     results = pool.run(all_late_and_prompt, delay, stage, trained)
     assert not any(found for found, _ in results), results[0][0][:8]
-    gathers_nothing = stage == 0 and delay == DELAYS["gathers"]
-    assert gathers_nothing or sum(late for _, late in results) > 20
+    assert sum(late for _, late in results) > 20
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -69,18 +69,23 @@ def serve(rank: int, pipe: Connection, output_path: str, environment: dict[str, 
     os.dup2(output, 2)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
     warnings.simplefilter("ignore")
+    if sys.platform == "linux":  # not to push others off a core at each message: they may hold what gloo then spins for
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     _fork_workers()
     _seed()
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     one_at_a_time = threading.Lock()
     threading.Thread(target=_listen, args=(pipe, calls, one_at_a_time), daemon=True).start()
     gc.freeze()  # torch's 300,000 objects are never garbage: _tidy_up() need not scan them
-    times = 0
+    times, modules = 0, len(sys.modules)
     while True:
         call = calls.get()
         if call == TIDY_UP:
             times += 1
             _tidy_up(times)
+            if len(sys.modules) > modules:  # nor those of what the call imported: torch.compile's cost 0.1 s a scan
+                gc.freeze()
+                modules = len(sys.modules)
             continue
         reply = _answer(rank, call)
         sys.stdout.flush()
