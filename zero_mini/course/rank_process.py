@@ -70,7 +70,8 @@ def serve(rank: int, pipe: Connection, output_path: str, environment: dict[str, 
     sys.stdout = sys.stderr = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
     warnings.simplefilter("ignore")
     if sys.platform == "linux":  # not to push others off a core at each message: they may hold what gloo then spins for
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with contextlib.suppress(OSError):  # a sandbox may not have it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     _fork_workers()
     _seed()
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
