@@ -69,9 +69,6 @@ def serve(rank: int, pipe: Connection, output_path: str, environment: dict[str, 
     os.dup2(output, 2)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
     warnings.simplefilter("ignore")
-    if sys.platform == "linux":  # not to push others off a core at each message: they may hold what gloo then spins for
-        with contextlib.suppress(OSError):  # a sandbox may not have it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     _fork_workers()
     _seed()
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -177,6 +174,10 @@ def join(rank: int, world_size: int, backend: str, device: str, port: int, timeo
     torch.set_num_threads(min(share, int(os.environ.get("OMP_NUM_THREADS", "").partition(",")[0] or share)))
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
+    if backend == "gloo" and sys.platform == "linux":
+        # A message must not push another rank off its core: it may hold the lock for which gloo's threads then spin.
+        with contextlib.suppress(OSError):  # a sandbox may not have it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     dist.init_process_group(
         backend,
         store=dist.TCPStore("127.0.0.1", port, is_master=False),
