@@ -83,8 +83,8 @@ class Script:
     def __init__(self, model, optimizer, units, comm, dtype, device, scaler=None, make_update=OnDevice):
         """Every attribute is born here, or in the stage's own __init__; zeroify.py then takes the parameters over.
 
-        make_update    make_update(self) builds `self.update`; zeroify() passes it by its name. A stage class may take it
-                       out of its arguments and pass a subclass of OnDevice: SixteenBitShard of comparison/ablations.py.
+        make_update    make_update(self) builds `self.update`; zeroify() passes it by its name. A stage may take it
+                       out of its arguments and pass a subclass of OnDevice: SixteenBitShard in comparison/ablations.py.
         """
         self.model: torch.nn.Module = model
         self.optimizer: torch.optim.Optimizer = optimizer
