@@ -132,7 +132,7 @@ def approximations(r: dict) -> list[Row]:
             "gathers of stage 3 in fp32 and in 8 bits: bytes, held-out loss",
             f"{mb(plain['sent_bytes']['all_gather'])} and {mb(quantised['sent_bytes']['all_gather'])}; "
             f"{plain['held_out']:.4f} and {quantised['held_out']:.4f}",
-            judged(plain["held_out"] == exact != quantised["held_out"], "that is ZeRO++, and the losses are others"),
+            judged(plain["held_out"] == exact != quantised["held_out"], "that is ZeRO++, and its losses differ"),
             [
                 bars(
                     "gathered in a step",
