@@ -48,7 +48,6 @@ def story(stage: int) -> tuple[dict, int]:
         comm = Absent(0, WORLD_SIZE, values)
         options = {"dtype": torch.bfloat16, "device": "cuda", "initialise": values.initialise}
         zero = zeroify(model, optimizer, stage, comm=comm, **options)
-        comm.follow(zero)
         recorder.follow(zero)
         tokens = torch.randint(CONFIG.vocab, (1, CONFIG.T + 1), device="cuda")
         for _ in range(2):
