@@ -468,11 +468,12 @@ def live_bytes_of(call) -> int:
 
 def test_outputs_that_cannot_be_kept_are_refused_or_named():
     x = torch.ones(4, 4, requires_grad=True)
-    for operator in (torch.ops.aten.native_dropout.default, torch.ops.aten.mm, "attention"):
+    wrong = [[torch.ops.aten.native_dropout.default], [torch.ops.aten.mm], ["attention"], ATTENTION[0], None]
+    for operators in wrong:
         with pytest.raises(ValueError, match=naming("outputs_of")):
-            checkpoint(torch.sin, x, outputs_of=[operator])
+            checkpoint(torch.sin, x, outputs_of=operators)
         with pytest.raises(ValueError, match=naming("outputs_of")):
-            checkpoint_blocks(GPT(CONFIG), outputs_of=[operator])
+            checkpoint_blocks(GPT(CONFIG), outputs_of=operators)
     with pytest.warns(UserWarning, match="outputs_of"):
         checkpoint(torch.sin, x, outputs_of=PRODUCTS)
     loss = checkpoint(lambda x: (x @ x).mul_(2).sin().sum(), x, outputs_of=PRODUCTS)

@@ -77,7 +77,7 @@ def test_parts_in_lists_are_found_and_a_module_that_reads_others_weights_stays_w
     assert not any("shared" in unit[0] for unit in units)  # the root's
 
 
-@pytest.mark.parametrize("most, least", [(0, 0), (10, 11)])
+@pytest.mark.parametrize("most, least", [(0, 0), (10, 11), (float("nan"), 0)])
 def test_numbers_that_cannot_be_met_are_refused(most, least):
     with pytest.raises(ValueError, match=f"{most}.*{least}"):
         split_blocks(GPT(SHAPE), most, least)

@@ -84,6 +84,12 @@ def test_the_module_refuses_in_one_line(capsys, monkeypatch, argv, thing):
     assert thing in err and err.count("\n") == 1 and not out
 
 
+@pytest.mark.parametrize("wrong", [{"precision": "fp16"}, {"device": "gpu"}, {"batch": 0}])
+def test_a_setup_that_cannot_be_is_refused(wrong):
+    with pytest.raises(ValueError, match=f"{[*wrong][0]} must be .*{[*wrong.values()][0]}"):
+        setup.Setup(setup.SHAPES["nano"], **wrong)
+
+
 def test_the_module_says_what_is_real_and_writes_what_it_measured(capsys, tmp_path):
     path = tmp_path / "one.json"
     argv = "--L 2 --d 128 --heads 2 --sequence-length 8 --stage 2 --world 16 --rank 3 --device cpu --json"

@@ -16,7 +16,7 @@ Left out: operators that a compiler replaced, which no dispatch mode sees. (indu
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -35,6 +35,8 @@ ATTENTION: tuple[Operator, ...] = tuple(
 
 def check_operators(operators: Sequence[Operator]) -> tuple[Operator, ...]:
     """ValueError if one is not an operator of torch.ops, or draws random numbers that the second run would miss."""
+    if not isinstance(operators, Iterable):
+        raise ValueError(f"outputs_of takes a list of operators, as ATTENTION (got {operators!r})")
     for operator in operators:
         if not isinstance(operator, Operator):
             raise ValueError(f"outputs_of takes operators, as torch.ops.aten.mm.default (got {operator!r})")

@@ -6,7 +6,8 @@
       norms                                 what is smaller than most_numel / SMALL goes to the root, which stays whole
 
 At stage 3 two slots are as large as the two largest units, and up to five whole gradients are alive at once: finer
-units lower both, and the peak at the start. Each unit is a further collective, so do not cut what fits.
+units lower both, and the peak at the start. Each unit is a further collective, so do not cut what fits. At stage 3
+every rank must run the same units: experts that a batch may leave out must not be units, so do not cut their block.
 
 Left out: one matrix cut by rows. A layer is one unit, however large it is.
 """
@@ -41,7 +42,7 @@ def split_blocks(model: nn.Module, most_numel: int, least_numel: int = 0) -> lis
     >>> [[type(module).__name__ for module in unit] for unit in split_blocks(model, 20000)]
     [['Block'], ['Block']]
     """
-    if most_numel < 1 or least_numel > most_numel:
+    if not (most_numel >= 1 and least_numel <= most_numel):
         raise ValueError(f"need 1 <= most_numel and least_numel <= most_numel (got {most_numel} and {least_numel})")
     large = {id(block) for _, block in find_blocks(model) if numel_of(block) > most_numel}
     parts = {id(block): parts_of(block, most_numel) for _, block in find_blocks(model)}

@@ -49,6 +49,11 @@ class Setup:
     def __post_init__(self) -> None:
         check_place(self.rank, self.world_size)
         check_describable(self.config)
+        for name, value, allowed in (("precision", self.precision, DTYPES), ("device", self.device, ("cpu", "cuda"))):
+            if value not in allowed:
+                raise ValueError(f"{name} must be {' or '.join(allowed)} (got {value!r})")
+        if self.batch < 1:
+            raise ValueError(f"batch must be at least 1 (got {self.batch})")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("there is no GPU that torch can use here; take --device cpu, and a smaller model")
         if self.device == "cpu":
