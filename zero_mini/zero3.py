@@ -167,7 +167,8 @@ class Zero3(Zero2):
         if not unit.is_root:
             raise RuntimeError(
                 f"{unit.name} got a gradient outside its turn, when its parameters need not have been in place: "
-                "an output is hidden, perhaps kept as an attribute of the module; return it instead"
+                "an output is hidden, perhaps kept as an attribute of the module (return it instead), or one operation "
+                "uses weights of two units (make them one unit: units=)"
             )
 
     def publish(self, unit: Unit) -> None:
