@@ -126,19 +126,48 @@ def test_beside_absent_peers_a_rank_does_what_one_of_two_does_and_sends_nothing(
     assert one_step(absent_peers.Silent(2)) == ranks(2).run(one_step)[0]
 
 
-def test_other_systems_run_beside_absent_peers_too():
+def test_a_rank_beside_absent_peers_has_slice_0_and_random_numbers_in_place_of_the_others():
+    silent, group = absent_peers.Silent(4), absent_peers.SilentGroup(0, 4)
+    assert (silent.rank, silent.world_size, group.rank(), group.size()) == (0, 4, 0, 4)
+    gradients, own = torch.arange(8.0), torch.tensor([7.0, 9.0])
+    for reduce in (
+        lambda shard, buffer: silent.reduce_scatter(shard, buffer, "root"),
+        lambda shard, buffer: group.reduce_scatter_single(shard, buffer),
+    ):
+        shard = torch.full((2,), math.nan)
+        reduce(shard, gradients.clone()).wait()
+        assert shard.tolist() == [0, 1]
+    buffer = gradients.clone()
+    for collective in (silent.all_reduce, silent.broadcast):
+        collective(buffer, "root").wait()
+    assert torch.equal(buffer, gradients)
+    silent.all_gather(buffer, own, "root").wait()
+    assert buffer.tolist() == [7, 9, 2, 3, 4, 5, 6, 7]
+    group.all_gather_single(buffer, own).wait()
+    assert buffer.tolist() == [7, 9] * 4
+    assert silent.empty(10_000, torch.float32, buffer.device).std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_systems_beside_absent_peers_have_one_of_n_parts():
     def states_and_losses() -> dict[str, tuple[int, list[float]]]:
         found = {}
-        for system in ("ddp", "fsdp2"):
-            trainee = absent_peers.build(2, system, TINY, torch.device("cpu"))
+        for system in ("zero-3", "ddp", "fsdp2"):
+            trainee = absent_peers.build(4, system, TINY, torch.device("cpu"))
             losses = [trainee.step(torch.zeros(4, 33, dtype=torch.int64)).item() for _ in range(3)]
             found[system] = trainee.state_bytes(), losses
+            if system == "zero-3":
+                assert trainee.zero.world_size == 4
         return found
 
-    ((ddp_bytes, ddp_losses), (fsdp2_bytes, fsdp2_losses)) = run(states_and_losses, 1)[0].values()
-    assert fsdp2_bytes == pytest.approx(ddp_bytes / 2, rel=0.01)
-    # One rank's gradient stands for the mean, so DDP learns; what FSDP2 gathers is one half of the model, twice.
-    assert ddp_losses[2] < ddp_losses[0] and all(map(math.isfinite, fsdp2_losses))
+    (_, zero_losses), (ddp_bytes, ddp_losses), (fsdp2_bytes, fsdp2_losses) = run(states_and_losses, 1)[0].values()
+    assert fsdp2_bytes == pytest.approx(ddp_bytes / 4, rel=0.01)
+    # One rank's gradient stands for the mean, so DDP learns; what FSDP2 gathers is a quarter of the model, four times.
+    assert ddp_losses[2] < ddp_losses[0] and all(map(math.isfinite, fsdp2_losses + zero_losses))
+
+
+def test_the_baseline_beside_absent_peers_updates_one_of_n_parts_and_plain_none(monkeypatch):
+    monkeypatch.setattr(absent_peers, "build_plain", lambda work, device, updates=0: updates)
+    assert [absent_peers.build(4, system, TINY, torch.device("cpu")) for system in ("plain", BASELINE)] == [0, 4]
 
 
 def test_beside_absent_peers_no_loss_is_compared_and_the_record_has_a_file_of_its_own(tmp_path):
@@ -301,10 +330,15 @@ def test_scores_and_floors_of_invented_numbers():
     assert result["zero-3"]["of_plain"] == pytest.approx(0.8)
     assert result["zero-3"]["over_baseline"] == pytest.approx(50 / 45)
     assert tells(scores.table("x", told), "1.111")
-    compute, update, wire = 1024 * flops / 1e15, 28 * psi / 2 / 1e12, 6 * psi / 2 / 1e11
+    attention = 6 * 12 * 768 * 1024  # of a causal kernel: half of what MFU counts
+    compute, update, wire = 1024 * (flops - attention) / 1e15, 28 * psi / 2 / 1e12, 6 * psi / 2 / 1e11
     assert wire > compute
     assert result["zero-3"]["x_floor"] == pytest.approx(0.050 / (wire + update))
     assert scores.floor_parts_s("plain", told)["floor"] == pytest.approx(compute)
+    told["work"]["checkpointing"] = True
+    again = {"zero-3": (flops - attention) / 3, "zero-3 keep attention": (flops - 2 * attention) / 3}
+    for system, more in again.items():
+        assert scores.floor_parts_s(system, told)["compute"] == pytest.approx(compute + 1024 * more / 1e15)
     assert "floor of zero-3" in scores.table("x", told)
 
 

@@ -18,12 +18,15 @@ The floor. A step cannot be shorter than its parts at the rates that this machin
 (measure.py). Only the wire can overlap, and only with the computation:
 
     floor      compute + update + max(0, wire - compute)
-    compute    FLOPs a token x tokens / matmul rate; with checkpointing 4/3 of it, forward is run twice
+    compute    FLOPs x tokens / matmul rate. FLOPs a token: 6 N + 6 L d T, since a causal kernel leaves out the masked
+               half of attention (MFU counts 12 L d T, as is usual). With checkpointing 4/3 of it: forward is run
+               twice, except for attention where its outputs are kept
     update     28 bytes x Psi / copy rate, x 1/N if sharded: fp32 master, momentum and variance read and written
                (24), a 16-bit gradient read and a 16-bit parameter written (4)
     wire       bytes a parameter (systems.py) x Psi x (N-1)/N / all-reduce bus rate
 
-Left out: attention's own rate, which is below a matrix product's; so no system reaches the floor.
+Left out: attention's own rate, which is below a matrix product's; so no system reaches the floor. Also what a second
+forward need not run, the loss and the last product of a block: at most a tenth of the FLOPs.
 """
 
 import math
@@ -101,8 +104,11 @@ def floor_parts_s(system: str, entry: dict) -> dict[str, float] | None:
     work, rates, N = entry["work"], entry["rates"], entry.get("rank_of", entry["machine"]["cards"])
     if rates is None:
         return None
-    forwards = 4 / 3 if work["checkpointing"] else 1
-    compute = work["flops_per_token"] * forwards * work["tokens"] / rates["matmul_flops"]
+    attention = 6 * work["model"]["L"] * work["model"]["d"] * work["sequence_length"]
+    flops = work["flops_per_token"] - attention  # without the masked half
+    if work["checkpointing"]:
+        flops += (flops - (attention if "keep attention" in system else 0)) / 3
+    compute = flops * work["tokens"] / rates["matmul_flops"]
     update = wire = 0.0
     if system != "plain":
         update = 28 * work["psi"] / (N if SYSTEMS[system].shards_update else 1) / rates["copy_bytes"]
@@ -185,7 +191,7 @@ def formulas(entry: dict) -> str:
     alone = f" as rank 0 of {entry['rank_of']} (nothing is sent: see absent_peers.py)" if "rank_of" in entry else ""
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "cuda", "nccl") if name in machine)
     lines = [
-        f"{N} x {machine['card']}{alone}, {versions}. ms is the median of all steps of the slower rank (p10, p90).",
+        f"{N} x {machine['card']}{alone}, {versions}. ms is the median of all steps of the slowest rank (p10, p90).",
         f"tokens/s = {T} tokens a GPU / ms.  TFLOP/s = tokens/s x {work['flops_per_token']:.4g} FLOPs a token"
         f" (6 {multiplied} + 12 L d T)" + (f".  MFU = TFLOP/s / {peak / 1e12:.4g}" if peak else ""),
         f"over plain + update: ms over the ms of {BASELINE}: one GPU, no wire, a rank's share of the update.",
