@@ -114,6 +114,18 @@ def test_the_baseline_updates_one_of_n_parts_of_the_parameters(bf16):
         assert torch.equal(half.casts[1], half.masters[1].bfloat16())
 
 
+def test_a_plain_step_leaves_no_gradients_and_that_of_the_baseline_updates_once(monkeypatch):
+    numels = []
+    monkeypatch.setattr(plain.UpdateOfSlices, "step", lambda self: numels.append(sum(m.numel() for m in self.masters)))
+    for updates, times in ((0, 0), (2, 1)):
+        trainee = plain.build_plain(TINY, torch.device("cpu"), updates)
+        trainee.step(torch.zeros(4, 33, dtype=torch.int64))
+        assert all(param.grad is None for param in trainee.model.parameters())
+        assert len(numels) == times
+    psi = sum(param.numel() for param in trainee.model.parameters())
+    assert numels[0] == pytest.approx(psi / 2, rel=0.02)
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_beside_absent_peers_a_rank_does_what_one_of_two_does_and_sends_nothing(ranks, stage):
     def one_step(comm=None) -> tuple[list, int]:
@@ -184,10 +196,12 @@ def test_beside_absent_peers_no_loss_is_compared_and_the_record_has_a_file_of_it
 
 def test_what_cannot_run_without_peers_is_refused(capsys):
     assert benchmark.parse(["--work", "cpu", "--alone", "2"]).ranks == 1
-    for arguments in (["--alone", "1"], ["--alone", "2", "--systems", "zero-3", "zero-3 no prefetch"]):
+    assert benchmark.parse(["--work", "cpu"]).ranks == (torch.cuda.device_count() or 2)
+    wrong = (["--alone", "1"], ["--alone", "2", "--ranks", "2"], ["--alone", "2", "--systems", "zero-3 no prefetch"])
+    for arguments in wrong:
         with pytest.raises(SystemExit):
             benchmark.parse(["--work", "cpu", *arguments])
-        assert tells(capsys.readouterr().err, "--alone", arguments[-1])
+        assert tells(capsys.readouterr().err, "--alone", *arguments[2:3], arguments[-1])
 
 
 @pytest.mark.parametrize("option, value", [("--rounds", "0"), ("--limit", "nan"), ("--out", "/dev/null")])

@@ -15,6 +15,8 @@ limit, becomes a row with the reason. A system whose losses differ from torch DD
 
 DIR/speed.json keeps every number, with machine and rates for each work. Another invocation replaces the rows that it
 measures again (all of a work's rows, if the machine is another) and keeps the rest. DIR/speed.png is drawn from it.
+With --alone N (absent_peers.py) the file is DIR/alone.json, without a picture; a run of another N replaces all rows of
+a work.
 
 Where the time goes, in ms, from the profiled step of each row (its "timeline" in speed.json). "plain" is forward and
 backward alone. The time beyond it: the update; copies (casts into slots, gradients into flat buffers); the slowdown of
@@ -134,6 +136,7 @@ from zero_mini.course.ranks import RankError, run
 from zero_mini.trainer.launch import first_line
 
 MODEL = ("L", "d", "heads", "kv_heads", "ffn", "vocab", "tied")  # what describes a model in the record
+FACTS = ("machine", "work", "rank_of")  # the rows of a work in the record have these in common
 
 
 def in_a_fresh_group(ranks: int, limit_s: float, function: Callable, *args: object) -> list | str:
@@ -190,9 +193,6 @@ def described(work: Work) -> dict:
     }
 
 
-FACTS = ("machine", "work", "rank_of")  # rows of one entry have these in common
-
-
 def merge(record: dict, name: str, entry: dict) -> dict:
     """`record` with a work's new entry. Rows that were not measured again stay if the machine is the same.
 
@@ -235,17 +235,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmark.py", description="How fast each stage is, beside its peers.")
     gpus = torch.cuda.device_count()
     names = ", ".join(f'"{name}"' for name in WORKS)
-    parser.add_argument("--work", nargs="+", choices=WORKS, metavar="NAME", default=["1.5B" if gpus else "cpu"])
+    works = {"nargs": "+", "choices": WORKS, "metavar": "NAME", "default": ["1.5B" if gpus else "cpu"]}
+    parser.add_argument("--work", **works, help="models and batches to train (default: 1.5B, without a GPU cpu)")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, metavar="NAME", help="else those of the work")
-    parser.add_argument("--rounds", type=int, default=1, help="turns that each system has (default: 1)")
-    parser.add_argument("--ranks", type=int, default=gpus or 2, help="else one for each GPU, or 2 on a CPU")
+    parser.add_argument("--rounds", type=int, default=1, metavar="K", help="runs of each system, in turn (default: 1)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="else one for each GPU, or 2 on a CPU")
     parser.add_argument(
-        "--alone", type=int, metavar="N", help="this GPU is rank 0 of N; the others are absent, nothing is sent"
+        "--alone", type=int, metavar="N", help="one process as rank 0 of N; the others are absent, nothing is sent"
     )
     parser.add_argument("--limit", type=float, default=240, metavar="S", help="seconds a run may take (default: 240)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for speed.json and speed.png")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="keep speed.json and speed.png there; with --alone alone.json"
+    )
     parser.epilog = f"works: {names}; systems: {', '.join(SYSTEMS)}"
     options = parser.parse_args(argv)
+    if options.alone is not None and options.ranks is not None:
+        parser.error(f"--alone {options.alone} has one process, which is rank 0 of {options.alone}; leave --ranks out")
+    if options.ranks is None:
+        options.ranks = 1 if options.alone is not None else gpus or 2
     if options.rounds < 1 or options.ranks < 1:
         parser.error("--rounds and --ranks must be at least 1")
     if not options.limit > 0:
@@ -258,7 +265,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.alone is not None:
         if options.alone < 2:
             parser.error(f"--alone N: a rank of N >= 2 (got {options.alone})")
-        options.ranks = 1
         if wrong := [system for system in options.systems or () if system not in absent_peers.ALLOWED]:
             parser.error(f"--alone: {', '.join(wrong)} cannot run alone; {', '.join(absent_peers.ALLOWED)} can")
     for name in options.work if not gpus else ():
@@ -282,6 +288,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         command = ["python", "zero_mini/comparison/benchmark.py", "--work", name, "--rounds", str(options.rounds)]
         how, about_rank = build, {}
         if options.alone is not None:
+            if left_out := [system for system in systems if system not in absent_peers.ALLOWED]:
+                print(f"{name}: without {', '.join(left_out)}, which cannot run alone", flush=True)
             systems = [system for system in systems if system in absent_peers.ALLOWED]
             command += ["--alone", str(options.alone)]
             how, about_rank = functools.partial(absent_peers.build, options.alone), {"rank_of": options.alone}
