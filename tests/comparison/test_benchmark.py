@@ -188,6 +188,7 @@ def test_beside_absent_peers_no_loss_is_compared_and_the_record_has_a_file_of_it
     shown = benchmark.save(tmp_path, "cpu", alone)
     assert [path.name for path in tmp_path.iterdir()] == ["alone.json"]
     assert shown["scores"]["zero-3"]["over_baseline"] == pytest.approx(8 / 5)
+    assert tells(scores.table("cpu", shown), "rank 0 of 4")
     parts = scores.floor_parts_s("zero-3", alone)
     assert parts["update"] == pytest.approx(28 * shown["work"]["psi"] / 4 / 1e9) and parts["wire"] == 0
     elsewhere = entry(TINY, {"zero-2": invented(7)}) | {"machine": alone["machine"], "rank_of": 8}

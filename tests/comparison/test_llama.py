@@ -88,6 +88,25 @@ def test_a_product_of_rotated_vectors_depends_on_their_distance_alone():
     assert abs(products[3, 1] - products[3, 2]) > 1e-3
 
 
+def test_a_pair_of_channels_is_turned_by_its_position_times_its_rate():
+    x = torch.randn(1, 1, 10, 16)
+    first, second = x.double().chunk(2, dim=-1)
+    angles = torch.arange(10.0).double()[:, None] * 10_000.0 ** (-torch.arange(8) / 8)  # RoPE's
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
+    found = rotate(x, *rotations(10, 16, x)).double()
+    torch.testing.assert_close(found, torch.cat([turned.real, turned.imag], -1), rtol=1e-5, atol=1e-5)
+
+
+def test_initial_values_of_a_llama_have_the_spread_of_their_kind():
+    for name, std in (("blocks.0.gate.weight", 0.02), ("blocks.1.down_out.weight", 0.02 / math.sqrt(2 * 8))):
+        weight = torch.empty(200, 200)
+        llama.init_weight(name, weight, L=8)
+        assert weight.std().item() == pytest.approx(std, rel=0.05)
+    norm = torch.empty(3)
+    llama.init_weight("norm.weight", norm, L=8)
+    assert norm.tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_one_pass_loss_has_the_value_and_the_gradients_of_autograd(autocast):
     x, weight, targets = torch.randn(10, 8), torch.randn(40, 8), torch.randint(40, (10,))

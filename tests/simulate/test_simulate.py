@@ -9,7 +9,7 @@ import torch
 from zero_mini.checkpoint.sharded import CheckpointError, Checkpoints, load
 from zero_mini.simulate.absent import Absent, OwnSlice
 from zero_mini.simulate.setup import Setup
-from zero_mini.simulate.values import Values, fill_by_torch
+from zero_mini.simulate.values import Values, fill_by_torch, key_of
 from zero_mini.trainer.gpt import GPT, GPTConfig, init_rule
 from zero_mini.zeroify import zeroify
 
@@ -159,6 +159,29 @@ def test_values_do_not_depend_on_units_parts_or_order_of_memory():
     far = torch.empty(3)
     fill_by_torch(far, 1, 2**40, 0.0, 1.0)
     assert far.unique().numel() == 3
+
+
+def by_the_formula(key: int, element: int) -> int:
+    """s - 131,070 of values.py, in Python's integers."""
+
+    def wrap(x: int) -> int:  # to a signed number of 64 bits
+        return (x + 2**63) % 2**64 - 2**63
+
+    x = wrap(key + element * 0x9E3779B97F4A7C15)
+    x = wrap((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9)
+    x = wrap((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+    x ^= wrap(x) >> 31 & 0x1FFFFFFFF
+    return sum(x >> shift & 0xFFFF for shift in (0, 16, 32, 48)) - 131_070
+
+
+def test_a_value_is_that_of_its_name_and_the_number_of_its_element():
+    key, numel = key_of(0, "fc.weight"), 1 << 16  # more than are computed at once
+    found = torch.empty(numel)
+    fill_by_torch(found, key, 5, 0.0, 1.0)
+    for at in (0, 1, (1 << 15) - 1, 1 << 15, numel - 1):
+        assert found[at] == by_the_formula(key, 5 + at)
+    value = Values(lambda name, shape: (0.5, 2.0)).part("fc.weight", torch.Size([9]), 7, torch.empty(1)).item()
+    assert value == pytest.approx(0.5 + 2 * by_the_formula(key, 7) / 37837.2, rel=1e-5)  # sigma
 
 
 def test_values_are_normal_and_those_of_two_parameters_are_independent():
