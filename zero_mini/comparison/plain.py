@@ -1,4 +1,4 @@
-"""What one GPU needs without ranks: forward and backward, and with them the update of its share of the parameters.
+"""What one GPU needs without ranks: forward and backward, then also the update of its share of the parameters.
 
     plain                 forward, backward
     plain + 1/N update    forward, backward, AdamW of 1/N of the parameters in one pass (update/one_pass.py)

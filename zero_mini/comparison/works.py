@@ -90,11 +90,21 @@ class Work:
 
 QWEN = LlamaConfig(L=28, d=1536, heads=12, kv_heads=2, ffn=8960, vocab=151_936, T=1024, tied=True)
 QWEN_WORK = Work(
-    *("Qwen2.5-1.5B shape", QWEN, 16, COMPILED), compiled=True, fused_loss=True, loss_chunks=4, short_steps=0
+    "Qwen2.5-1.5B shape",
+    QWEN,
+    batch=16,
+    systems=COMPILED,
+    compiled=True,
+    fused_loss=True,
+    loss_chunks=4,
+    short_steps=0,
 )
 BOARD = LlamaConfig(L=34, d=4096, heads=32, kv_heads=32, ffn=11008, vocab=151_936, T=32_768)
 BOARD_WORK = Work(
-    *("CS336 board", BOARD, 1, BOARD_SYSTEMS),
+    "CS336 board",
+    BOARD,
+    batch=1,
+    systems=BOARD_SYSTEMS,
     checkpointing=True,
     compiled=True,
     fused_loss=True,

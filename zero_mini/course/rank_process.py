@@ -175,7 +175,8 @@ def join(rank: int, world_size: int, backend: str, device: str, port: int, timeo
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     if backend == "gloo" and sys.platform == "linux":
-        # A message must not push another rank off its core: it may hold the lock for which gloo's threads then spin.
+        # By default Linux lets a process that a message wakes up preempt another rank. That rank may hold a lock for
+        # which gloo's threads then spin.
         with contextlib.suppress(OSError):  # a sandbox may not have it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     dist.init_process_group(

@@ -87,11 +87,17 @@ class Setup:
             model = GPT(self.config, self.loss_chunks)
         if self.checkpoint:
             checkpoint_blocks(model)
+        optimizer = torch.optim.AdamW(param_groups(model, 0.1), lr=1e-4, fused=True)
+        is_cut = self.split and 12 * self.config.d**2 > self.split
         return zeroify(
-            *(model, torch.optim.AdamW(param_groups(model, 0.1), lr=1e-4, fused=True), self.stage),
-            **{"comm": comm, "dtype": DTYPES[self.precision], "device": self.here},
-            units=split_blocks(model, self.split) if self.split and 12 * self.config.d**2 > self.split else None,
+            model,
+            optimizer,
+            self.stage,
+            dtype=DTYPES[self.precision],
+            device=self.here,
+            units=split_blocks(model, self.split) if is_cut else None,
             initialise=values.initialise,
+            comm=comm,
         )
 
     def training(self, absent: bool = True) -> Training:
