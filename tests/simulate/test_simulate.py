@@ -212,6 +212,16 @@ def test_values_that_full_params_has_written_are_those_of_absent_ranks_too(ours)
     assert model(*batch()).item() == pytest.approx(math.log(SHAPE.vocab))
 
 
+def test_padding_of_absent_ranks_is_zero():
+    model, comm = GPT(SHAPE), Absent(0, 5, values())
+    zero = zeroify(model, torch.optim.AdamW(model.parameters()), 3, comm=comm)
+    assert any(unit.gaps for unit in zero.units)
+    for unit in zero.units:
+        out = torch.full((unit.P,), math.nan)
+        comm.fill_in(out, unit.name, 0)
+        assert out.isfinite().all() and not any(out[first:after].any() for first, after in unit.gaps)
+
+
 def test_what_needs_the_other_ranks_or_another_comm_is_refused(tmp_path):
     model, other = GPT(SHAPE), GPT(SHAPE)
     zero = zeroify(model, torch.optim.AdamW(model.parameters()), comm=Absent(0, 2))
