@@ -212,6 +212,18 @@ def test_values_that_full_params_has_written_are_those_of_absent_ranks_too(ours)
     assert model(*batch()).item() == pytest.approx(math.log(SHAPE.vocab))
 
 
+def test_the_second_step_clips_by_the_norm_of_all_ranks_too():
+    model = GPT(SHAPE)
+    zero = zeroify(model, torch.optim.SGD(model.parameters(), lr=0.0), 2, comm=Absent(1, 4))
+    norms = []
+    for _ in range(2):
+        model(*batch()).backward()
+        norms.append(zero.clip_grad_norm_(1.0).item())
+        zero.optimizer.step()
+        zero.optimizer.zero_grad()
+    assert norms[0] == norms[1]
+
+
 def test_padding_of_absent_ranks_is_zero():
     model, comm = GPT(SHAPE), Absent(0, 5, values())
     zero = zeroify(model, torch.optim.AdamW(model.parameters()), 3, comm=comm)
