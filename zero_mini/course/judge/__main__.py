@@ -16,7 +16,7 @@ def main() -> int:
     try:
         report = judge(options.file, options.stages)
     except FileNotFoundError:
-        print(f"{options.file}: no such file; lesson 01 writes my_zero.py beside its notebook", file=sys.stderr)
+        print(f"{options.file}: No such file; lesson 01 writes my_zero.py beside its notebook", file=sys.stderr)
         return 2
     except (OSError, SyntaxError, ValueError) as error:
         print(f"{options.file}: {error}", file=sys.stderr)
