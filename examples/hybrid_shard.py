@@ -4,7 +4,7 @@
     node 1    rank 2   rank 3      the same halves    across nodes: all-reduce of a rank's shard, over slow links
 
     bytes a parameter    those of N = ranks of a node
-    wire, elements       inside 2 Psi (3 Psi at stage 3) times (N-1)/N; across 2 Psi/N times (M-1)/M, M nodes
+    wire, elements       inside 2 Psi (at stage 3 up to 3 Psi) times (N-1)/N; across 2 Psi/N times (M-1)/M, M nodes
 
 Source: PyTorch FSDP, arXiv 2304.11277, section 3.2.2 (hybrid sharding); MiCS, arXiv 2205.00119.
 

@@ -195,7 +195,8 @@ def formulas(entry: dict) -> str:
         f"tokens/s = {T} tokens a GPU / ms.  TFLOP/s = tokens/s x {work['flops_per_token']:.4g} FLOPs a token"
         f" (6 {multiplied} + 12 L d T)" + (f".  MFU = TFLOP/s / {peak / 1e12:.4g}" if peak else ""),
         f"over plain + update: ms over the ms of {BASELINE}: one GPU, no wire, a rank's share of the update.",
-        "x ddp: tokens/s over those of the faster DDP.  states: between steps; kinds that hide theirs are blank.",
+        "x ddp: tokens/s over those of the faster DDP.",
+        "states: between steps, without gradients; stage 3 with its slots and root; kinds that hide theirs are blank.",
     ]
     if rates is not None:
         lines.append(

@@ -168,7 +168,7 @@ def batches(
         nearest = ", ".join(str(size) for size in (below, below + whole) if size)
         raise ValueError(
             f"global batch {global_batch} is not a multiple of {world_size} ranks x micro-batch {micro_batch}"
-            f" = {whole}; nearest: {nearest}"
+            f" = {whole}; nearest: {nearest} (--global-batch)"
         )
     _at_least(n, global_batch, T, f"a global batch of {global_batch}", "the global batch (--global-batch)")
 

@@ -79,7 +79,7 @@ def judge(path: str | os.PathLike, stages: list[int] | None = None, show: bool =
         stages = [stage for stage, name in enumerate(NAMES) if name in names]
     missing = [NAMES[stage] for stage in stages if NAMES[stage] not in names]
     if missing or not stages:
-        raise ValueError(f"{path} has no class {' or '.join(missing or NAMES)}: docs/my_zero.md has the protocol")
+        raise ValueError(f"no class {' or '.join(missing or NAMES)} in it: docs/my_zero.md has the protocol")
     report = Report()
     hangs = dict.fromkeys(stages, 0)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as exits:

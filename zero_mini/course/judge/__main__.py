@@ -15,6 +15,9 @@ def main() -> int:
     options = parser.parse_args()
     try:
         report = judge(options.file, options.stages)
+    except FileNotFoundError:
+        print(f"{options.file}: No such file; lesson 01 writes my_zero.py beside its notebook", file=sys.stderr)
+        return 2
     except (OSError, SyntaxError, ValueError) as error:
         print(f"{options.file}: {error}", file=sys.stderr)
         return 2
