@@ -291,7 +291,7 @@ def too_large_a_batch() -> Figure:
 
 
 RUN = "slides/runs.py: a small GPT on 2 CPU ranks"
-CLOCK = "slides/runs.py: 8 blocks on 2 CPU ranks, over a link whose clock is counted"
+CLOCK = "slides/runs.py: 8 blocks on 2 CPU ranks, over a link with a simulated clock"
 CALCULATED = "zero_mini/memory/formulas.py: the paper's formulas"
 FIGURES: dict[str, Picture] = {
     "reduce-scatter": Picture(partial(ring, "reduce_scatter"), "zero_mini/course/plots/steps.py"),
