@@ -99,6 +99,7 @@ QWEN_WORK = Work(
     compiled=True,
     fused_loss=True,
     loss_chunks=4,
+    lr=2e-5,
     short_steps=0,
 )
 BOARD = LlamaConfig(L=34, d=4096, heads=32, kv_heads=32, ffn=11008, vocab=151_936, T=32_768)
@@ -111,7 +112,8 @@ BOARD_WORK = Work(
     compiled=True,
     fused_loss=True,
     loss_chunks=16,
-    gate_steps=3,
+    lr=5e-6,
+    gate_steps=4,
     timed_steps=4,
     short_steps=0,
 )
