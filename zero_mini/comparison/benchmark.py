@@ -153,8 +153,8 @@ def in_a_fresh_group(ranks: int, limit_s: float, function: Callable, *args: obje
 
 def attempt(system: str, work: Work, ranks: int, limit_s: float, build: Callable = build) -> dict:
     """One run of one system: its row, or {"failed": reason}."""
-    if package := missing(system):
-        return {"failed": f"{package} is not installed"}
+    if reason := missing(system):
+        return {"failed": reason}
     rows = in_a_fresh_group(ranks, limit_s, measure.measure, system, work, build)
     return {"failed": rows} if isinstance(rows, str) else scores.merge_ranks(rows)
 

@@ -26,6 +26,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from zero_mini import zeroify
 from zero_mini.activations.checkpointing import checkpoint
@@ -110,6 +111,9 @@ def build(system: str, work: Work, device: torch.device) -> Trainee:
 
 
 def missing(system: str) -> str | None:
-    """The package that this system needs, if it is not installed; else None."""
-    needs = "deepspeed" if system.startswith("deepspeed") else None
-    return needs if needs and importlib.util.find_spec(needs) is None else None
+    """What this system needs and does not have here, in words; None if nothing is missing."""
+    if system.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
+        return "deepspeed is not installed"
+    if "symmetric" in system and not hasattr(FSDPModule, "set_symm_mem_for_comm"):
+        return f"torch {torch.__version__} has no set_symm_mem_for_comm"
+    return None
