@@ -104,7 +104,10 @@ class Comm:
     def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, unit: str) -> Launched:
         """buffer (P) <- the ranks' shards (S) in rank order; `shard` may be a slice of `buffer`."""
         start = functools.partial(all_gather, buffer, shard, group=self.gathering, async_op=True)
-        return self.launch("all_gather", unit, buffer, start)
+        launched = self.launch("all_gather", unit, buffer, start)
+        if self.reachable is not None:
+            self.reachable.latest = launched.work
+        return launched
 
     def broadcast(self, buffer: torch.Tensor, unit: str) -> Launched:
         """buffer <- rank 0's, on every rank."""

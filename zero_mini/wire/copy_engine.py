@@ -13,9 +13,13 @@ the root at stage 3), so they can be registered once. Reductions add, so they st
 Left out: several hosts, and GPUs that cannot reach each other's memory: there gathers are kernels.
 """
 
+import atexit
 import contextlib
 import ctypes
+import os
 import socket
+import sys
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -27,6 +31,7 @@ from zero_mini.flat import Unit
 
 ZERO_CTAS = 2  # NCCL_CTA_POLICY_ZERO
 WORTH_IT = 30_000_000  # least elements of a unit: the host spends longer on such a gather than on a kernel
+PATIENCE_S = 10.0  # for a gather that is in flight when the process ends
 
 
 @contextlib.contextmanager
@@ -70,9 +75,10 @@ class ReachableMemory:
     """A memory pool for buffers of the copy engines: allocate all of them, on all ranks alike, then `register`."""
 
     def __init__(self, group: dist.ProcessGroup):
+        self.group = group
         self.backend = group._get_backend(torch.device("cuda"))
         self.pool = torch.cuda.MemPool(self.backend.mem_allocator)
-        weakref.finalize(self, keep_if_group_ended, self.pool, group)
+        self.latest: dist.Work | None = None  # the last gather
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         with torch.cuda.use_mem_pool(self.pool):
@@ -81,9 +87,37 @@ class ReachableMemory:
     def register(self) -> None:
         """Register the pool with NCCL. Collective."""
         self.backend.register_mem_pool(self.pool, symm=True)
+        weakref.finalize(self, release, self.group, self.backend, self.pool).atexit = False
+        atexit.register(leave, weakref.ref(self))
 
 
-def keep_if_group_ended(pool: torch.cuda.MemPool, group: dist.ProcessGroup) -> None:
-    """After `destroy_process_group()` never free the pool: without NCCL's communicator torch would end the process."""
-    if group not in dist.distributed_c10d._world.pg_map:
+def leave(reference: weakref.ref) -> None:
+    """The process ends. If a peer has failed, a gather in flight never ends, since nothing can abort a copy engine."""
+    memory = reference()
+    if memory is None:
+        return
+    deadline = time.monotonic() + PATIENCE_S
+    while memory.latest is not None and exists(memory.group) and not memory.latest.is_completed():
+        if time.monotonic() > deadline:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        time.sleep(0.01)
+    release(memory.group, memory.backend, memory.pool)
+
+
+def release(group: dist.ProcessGroup, backend: dist.Backend, pool: torch.cuda.MemPool) -> None:
+    """Nobody needs the pool any more.
+
+    torch would end the process with SIGABRT in two cases: it frees registered memory after `destroy_process_group()`,
+    or it aborts a group that has registered memory, because nobody destroyed that group.
+    """
+    if exists(group):
+        backend.deregister_mem_pool(pool)
+    else:  # never free it
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
+
+
+def exists(group: dist.ProcessGroup) -> bool:
+    """It was not destroyed."""
+    return group in dist.distributed_c10d._world.pg_map
