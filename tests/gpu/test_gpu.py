@@ -167,3 +167,43 @@ def test_train_gpt_draws_the_same_curve_at_every_stage(record, tmp_path):
     for curve in losses:
         assert curve[-1] < curve[0] - 1  # it learns
         assert curve == pytest.approx(losses[0], abs=0.03)  # bf16 and 2 ranks: a few units in the last place
+
+
+ENDING = """
+import os, time, torch, torch.distributed as dist
+from torch import nn
+from zero_mini import zeroify
+
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+model = nn.Sequential(*[nn.Linear(5632, 5632, device="cuda") for _ in range(3)])
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+zero = zeroify(model, optimizer, stage=3, dtype=torch.bfloat16)
+inputs = torch.randn(4, 5632, device="cuda")
+model(inputs).square().mean().backward()
+optimizer.step()
+assert zero.comm.reachable is not None
+"""
+SLEEPS = "torch.cuda.synchronize()\nif rank == 1: time.sleep(200)\n"
+RAISES = "if rank == 0: raise ValueError('on one rank')\n"
+
+
+@pytest.mark.parametrize(
+    "last, status",
+    {
+        "the group is destroyed": ("dist.destroy_process_group()", 0),
+        "the group is destroyed, then the model goes": ("dist.destroy_process_group()\ndel zero, model, optimizer", 0),
+        "nobody destroys the group": ("", 0),
+        "one rank raises": (RAISES + "time.sleep(200)", 1),
+        "one rank raises while a gather waits for the other": (SLEEPS + "model(inputs)\n" + RAISES, 1),
+    }.values(),
+)
+def test_a_process_ends_whose_copy_engines_have_memory(last, status, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(ENDING + last)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environ)
+    assert done.returncode == status, done.stderr[-2000:]
+    assert ("ValueError: on one rank" in done.stderr) == bool(status) and "SIGABRT" not in done.stderr
