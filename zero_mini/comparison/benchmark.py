@@ -28,8 +28,10 @@ products and of attention that ran beside a collective; wire that nothing overla
     1.5B, zero-1               191     177        8        3         15           1      5      4    125
     1.5B, zero-2               192     177        7        3          4           2      6      5    155
     1.5B, zero-3               195     177        7        6          3           2      2      4    139
-    350M batch 8, zero-0        51      47        2        1          0           0      2     17     53
-    350M batch 8, zero-3        59      47        1        1          9           0     15      4     68
+    1.5B on H200, zero-1       184     170        6        2          4           2      5      6    141
+    1.5B on H200, zero-3       190     170        5        5          2          -1      5     19    190
+    350M batch 8, zero-0        58      47        2        1          0           0      1     27     66
+    350M batch 8, zero-3        54      47        1        1          0           0      2     16     61
     1.5B checkpointed, zero-3  416     401        5        5         -1          -1      4     35    330
     1.5B compiled, zero-0      185     168       11        2         33           1     38     13    173
     1.5B compiled, zero-1      194     168        6        2         35           1     11     13    181
@@ -39,8 +41,9 @@ products and of attention that ran beside a collective; wire that nothing overla
 (1.5B on 2 x H100, the others on 2 x H200. "host": the time of a step of 64 tokens, with almost nothing to multiply.)
 
 So the difference between a stage and plain is the update, which is a part of training, and the copies. 350M at batch 8
-is limited by the host: at stage 3 it launches a step in 68 ms, longer than the GPU computes. With checkpointing plain
-itself takes 401 ms and FSDP2's step 425, so no system can be more than 1.06 x as fast as FSDP2.
+is limited by the host: at stage 3 it launches a step in 61 ms, longer than the GPU computes. Stage 3 of 1.5B is so too
+on those H200s: 190 ms. On another such host it took 129 ms, and the step 185.6. With checkpointing plain itself takes
+401 ms and FSDP2's step 425, so no system can be more than 1.06 x as fast as FSDP2.
 The compiled rows come from a host that was slower than the GPUs (the profiled step, slower still, took 231 to 275 ms):
 if one rank is late, the collective on the other takes longer. On a faster host, in a run of stages 1 and 3 only, they
 took 180 and 183 ms beside a plain 167: its speed is 0.927 and 0.911 of plain's.
@@ -58,7 +61,8 @@ What was tried, on 1.5B unless another work is named (ms a step; before -> after
                                                half the calls     65.9 -> 60.9                        (units=)
     three blocks a unit in place of two, 350M  -2 ms, stage 3:    65.0 -> 63.9, one block 82.3, ddp   the default
       batch 8                                  fewer calls        67.9; one GPU 58.0 -> 53.3          on a GPU
-    two blocks a unit, 1.5B                    +-0: host is fast  188.7 -> 190.4                      no
+    two blocks a unit, 1.5B                    +-0: host is fast  188.7 -> 190.4; later 185.6 ->      no
+                                                                  186.7, stage 1 181.8 -> 183.6
     the paper's 16-bit shard, stage 3          -2 ms: no casts    188.7 -> 189.6, and 2 Psi/N bytes   no
                                                when it gathers                                        (ablation)
     views of whole parameters are made once    -0.7 ms of the     host of a stage 1 of 24 tiny blocks yes
@@ -72,8 +76,10 @@ What was tried, on 1.5B unless another work is named (ms a step; before -> after
                                                products disturbed
     NCCL's kernels on symmetric memory         -3 ms: shorter     a gather 168 -> 105 us alone, but   no
                                                                   disturbs as much as before
-    reductions as all-to-all by copy engines   -4 ms, 0.2 GiB     120 us a unit less in the way of    no:
-      and a sum of one's own                   more               products, 30 us for the sum (alone) memory
+    reductions as all-to-all by copy engines   -4 ms, 0.2 GiB     stage 2 188.6 -> 189.2, stage 3     no
+      and a sum of one's own                   more               191.8 -> 192.0. Without the copy
+                                                                  into a buffer they reach: 190.3.
+                                                                  Without the sum: stage 2 186.7
     torch.compile of each block's forward      a ceiling of 10 %  one graph for all blocks; batch 16  --
                                                                   with a compiled loss: 49.8 % MFU
     gradients of the logits along with the     -8 ms: three       plain 304.9 -> 289.7                yes
