@@ -90,19 +90,28 @@ class ReachableMemory:
         weakref.finalize(self, release, self.group, self.backend, self.pool).atexit = False
         atexit.register(leave, weakref.ref(self))
 
+    def becomes_idle(self, patience_s: float) -> bool:
+        """Does the last gather end in this time? Not after an error of CUDA."""
+        deadline = time.monotonic() + patience_s
+        try:
+            while self.latest is not None and not self.latest.is_completed():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.01)
+        except RuntimeError:
+            return False
+        return True
+
 
 def leave(reference: weakref.ref) -> None:
     """The process ends. If a peer has failed, a gather in flight never ends, since nothing can abort a copy engine."""
     memory = reference()
     if memory is None:
         return
-    deadline = time.monotonic() + PATIENCE_S
-    while memory.latest is not None and exists(memory.group) and not memory.latest.is_completed():
-        if time.monotonic() > deadline:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
-        time.sleep(0.01)
+    if exists(memory.group) and not memory.becomes_idle(PATIENCE_S):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
     release(memory.group, memory.backend, memory.pool)
 
 
