@@ -1,6 +1,7 @@
 """The ten faults of lesson 09: what is recorded is what is planted, and the judge knows right from wrong."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +48,12 @@ def test_what_is_recorded_is_what_is_planted(number):
         return re.sub(r"\[[\d.:]+\]:\d+", "", text.split("Traceback")[0]).splitlines()[:1]
 
     assert lasting(observe(number)) == lasting(seen(number))
+
+
+@pytest.mark.parametrize("number", [1, 6, 8])  # the reports with a call stack
+def test_a_report_quotes_the_lines_that_were_planted(number):
+    script = Path(cases.__file__).read_text()
+    frames = re.findall(r'File "cases\.py", line \d+, in (\w+)\n    (.*)', seen(number))
+    assert len(frames) == seen(number).count('"cases.py"') > 0, "a line of the script is missing: record it again"
+    assert [line for _, line in frames if line.strip() not in script] == []
+    assert all(f"{name}(" not in line for name, line in frames), "a line of another function: record it again"

@@ -240,7 +240,7 @@ def has_no_target() -> list[str]:
         loss.backward()
         zero.optimizer.step()
         zero.optimizer.zero_grad()
-        rows.append(f"{step:<6} " + "  ".join(f"{each:.3f}" for each in over_ranks(loss.item())))
+        rows.append(f"{step:<6} " + "  ".join(f"{each:5.3f}" for each in over_ranks(loss.item())))
     return rows
 
 

@@ -110,6 +110,6 @@ def plain_numbers(axes: Axes, log: str) -> None:
             axis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if few else (1,), numticks=8))
             axis.set_minor_locator(NullLocator())
             axis.set_major_formatter(
-                FuncFormatter(lambda value, _: f"{value:g}".replace("e+0", "e").replace("e-0", "e-"))
+                FuncFormatter(lambda value, _: f"{value:g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-"))
             )
             axis.set_tick_params(labelcolor=FAINT)

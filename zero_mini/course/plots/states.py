@@ -110,6 +110,10 @@ def write_above(axes: Axes, row: int, texts: list[tuple[str, float, str]], longe
     """Above their segments: categories that come for the first time, and numbers that are too long to be inside."""
     wide = [0.1 + 0.6 * LETTER_IN * 8 * (len(one) + len(other)) for (*_, one), (*_, other) in zip(texts, texts[1:])]
     gap = max([0.78, *wide]) / WIDTH_IN * longest
-    for (category, _, text), place in zip(texts, spread([middle for _, middle, _ in texts], gap)):
+    places = spread([middle for _, middle, _ in texts], gap)
+    if places and places[0] < 0:  # outside of the bars, where the stage's name is: begin where they begin
+        half = LETTER_IN * 8 * len(texts[0][2]) / 2 / WIDTH_IN * longest
+        places = [place - places[0] + half for place in places]
+    for (category, _, text), place in zip(texts, places):
         style = dict(ha="center", va="bottom", fontsize=8, fontweight="bold", color=as_text(CATEGORY[category]))
         axes.text(place, row, text, **style)
