@@ -23,7 +23,7 @@ test check: export OMP_WAIT_POLICY = passive
 test: .venv/installed-test
 	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile \
-		--nbval --nbval-current-env notebooks --ignore notebooks/student
+		--nbval --nbval-current-env --nbval-kernel-startup-timeout 180 notebooks --ignore notebooks/student
 
 # One look at each claim, in under a minute: parity, a mistake that parity sees, wire, memory, late collectives, an
 # ordinary script, refusals, a dead rank, a checkpoint. tests/README.md has the claims.

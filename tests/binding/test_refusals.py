@@ -360,6 +360,21 @@ def test_a_model_that_cannot_be_flattened_is_refused(pair, row, name):
         row("models", f"refused: {name}", result=error, says=says)
 
 
+def test_batch_norm_is_refused_in_16_bits_if_torch_cannot_compute_it_and_trains_if_it_can(pair):
+    def train(affine: bool, precision: torch.dtype | None, whole: bool) -> None:
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, affine=affine), nn.Linear(2, 2))
+        model = model.bfloat16() if whole else model  # its statistics too
+        zero = zeroify(model, sgd(model), dtype=precision)
+        model(torch.randn(4, 3, dtype=zero.master_dtype)).sum().backward()
+
+    for precision in (torch.bfloat16, torch.float16):
+        expected = ["BatchNorm1d '1'", str(precision), "float32", "leave dtype out", "affine=False"]
+        check_refused(pair, lambda rank, precision=precision: train(True, precision, False), "ValueError", *expected)
+    assert pair.run(complaint, lambda rank: train(False, torch.bfloat16, False)) == ["", ""]
+    assert pair.run(complaint, lambda rank: train(True, None, False)) == ["", ""]
+    assert pair.run(complaint, lambda rank: train(True, None, True)) == ["", ""]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
 def test_a_model_on_two_devices_is_refused(pair):
     check_refused(

@@ -84,6 +84,21 @@ def test_the_module_refuses_in_one_line(capsys, monkeypatch, argv, thing):
     assert thing in err and err.count("\n") == 1 and not out
 
 
+@pytest.mark.parametrize("command", [main, paper.main])
+def test_what_is_refused_after_the_options_leaves_the_file_as_it_was(capsys, monkeypatch, tmp_path, command):
+    def refused(self, steps=2):
+        raise ValueError("this model cannot be built")
+
+    monkeypatch.setattr(setup.Setup, "run", refused)
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("{}")
+    for path in (old, new):
+        argv = ["--model", "nano", "--device", "cpu", "--json", str(path)]
+        assert command(["figure1", *argv] if command is paper.main else argv) == 2
+        assert capsys.readouterr().err == "simulate: error: this model cannot be built\n"
+    assert old.read_text() == "{}" and not new.exists()
+
+
 @pytest.mark.parametrize("wrong", [{"precision": "fp16"}, {"device": "gpu"}, {"batch": 0}])
 def test_a_setup_that_cannot_be_is_refused(wrong):
     with pytest.raises(ValueError, match=f"{[*wrong][0]} must be .*{[*wrong.values()][0]}"):

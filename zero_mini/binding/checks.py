@@ -95,6 +95,7 @@ class Plan:
             or self.refuse_scaler(scaler)
             or self.refuse_offload(offload)
             or self.refuse_parameters(can_initialise)
+            or self.refuse_batch_norm(on_gpu)
             or self.refuse_units(units)
             or self.refuse_optimizer(elementwise)
         )
@@ -184,6 +185,22 @@ class Plan:
                 return (
                     f"{name}.weight is changed in forward ({type(module).__name__}(max_norm={module.max_norm})), by "
                     "each rank for its own data; set max_norm=None, and clip the rows under zero.full_params()"
+                )
+        return None
+
+    def refuse_batch_norm(self, on_gpu: bool) -> str | None:
+        for name, module in self.model.named_modules():
+            is_torchs = type(module).forward is nn.BatchNorm1d.forward
+            if on_gpu or not is_torchs or module.weight is None or module.running_mean is None:
+                continue
+            dtype, kept = self.compute_dtype or module.weight.dtype, module.running_mean.dtype
+            ones, statistics = torch.ones(1, dtype=dtype), torch.ones(1, dtype=kept)
+            try:
+                nn.functional.batch_norm(ones[None], statistics, statistics, weight=ones, bias=ones)
+            except RuntimeError:
+                return (
+                    f"{type(module).__name__} {name!r} would have parameters of {dtype}, and statistics of {kept}"
+                    ", which torch refuses on a CPU; leave dtype out, or build it with affine=False"
                 )
         return None
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -66,6 +67,14 @@ def machine(device: str) -> dict[str, object]:
     }
 
 
+def check_writable(path: str) -> None:
+    """An OSError now, and not after the run. A file that was not there is not left."""
+    new = not os.path.lexists(path)
+    open(path, "a").close()
+    if new:
+        os.remove(path)
+
+
 def main(argv: list[str] | None = None) -> int:
     """The exit status: 0; 1 for an out-of-memory; 2 with one line on stderr for what cannot be."""
     with safe_streams():
@@ -76,7 +85,7 @@ def run(argv: list[str]) -> int:
     try:
         setup, chosen = parse(argv)
         if chosen.json:
-            Path(chosen.json).open("a").close()  # an error now, and not after the run
+            check_writable(chosen.json)
         about, result = setup.run(chosen.steps)
     except (ValueError, OSError) as error:
         print(f"simulate: error: {first_line(error)}", file=sys.stderr)

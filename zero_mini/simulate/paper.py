@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from zero_mini.memory.formulas import largest_model
-from zero_mini.simulate.__main__ import machine
+from zero_mini.simulate.__main__ import check_writable, machine
 from zero_mini.simulate.measure import report
 from zero_mini.simulate.setup import SHAPES, Setup, memory_bytes, shape
 from zero_mini.trainer.gpt import GPTConfig
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
         if chosen.what == "figure1":
             base = dataclasses.replace(base, config=config)
         if chosen.json:
-            Path(chosen.json).open("a").close()  # an error now, and not after the first run
+            check_writable(chosen.json)
         runs: list[dict] = []
         for each in commands[chosen.what](base):
             runs.append(each)
