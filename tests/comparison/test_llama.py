@@ -2,18 +2,21 @@
 
 import itertools
 import math
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from test_benchmark import TINY, row
+from torch.distributed.tensor import DTensor
 
-from zero_mini.comparison import llama, scores
+from zero_mini.comparison import llama, scores, systems
 from zero_mini.comparison.llama import LlamaConfig, rotate, rotations
-from zero_mini.comparison.models import make_model, psi_and_flops
+from zero_mini.comparison.models import initial_values, make_model, psi_and_flops
 from zero_mini.comparison.one_pass_loss import OnePassLoss, loss_and_gradient
-from zero_mini.comparison.works import BASELINE, WORKS
+from zero_mini.comparison.works import BASELINE, WORKS, Work
+from zero_mini.course.ranks import run
 
 LLAMA = replace(
     TINY, config=LlamaConfig(L=3, d=64, heads=4, kv_heads=2, ffn=96, vocab=256, T=32, tied=True), loss_chunks=4
@@ -105,6 +108,35 @@ def test_initial_values_of_a_llama_have_the_spread_of_their_kind():
     norm = torch.empty(3)
     llama.init_weight("norm.weight", norm, L=8)
     assert norm.tolist() == [1, 1, 1]
+
+
+SHAPES = {"gpt": replace(TINY, bf16=True), "llama": replace(LLAMA, bf16=True)}
+
+
+def masters(system: str, work: Work) -> tuple[dict[str, torch.Tensor], ...]:
+    """The fp32 values from which training begins, and what they should be."""
+    os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
+    model = systems.build(system, work, torch.device("cpu")).model
+    if system.startswith("deepspeed"):
+        from deepspeed.utils import safe_get_full_fp32_param as full
+    else:
+        full = DTensor.full_tensor
+    found = {name: full(param).detach().clone() for name, param in model.named_parameters()}
+    return found, dict(initial_values(work, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("system", ["fsdp2", "deepspeed-2", "deepspeed-3"])
+def test_masters_begin_with_the_same_fp32_values_in_bf16_works(system, shape):
+    """Masters that begin with rounded values ignore small updates, and the losses differ from those of the others."""
+    if reason := systems.missing(system):
+        pytest.skip(reason)
+    found, expected = run(masters, 2, system, SHAPES[shape])[0]
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+    matrix = found["blocks.1.attn_out.weight"]
+    assert (matrix != matrix.bfloat16()).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -4,7 +4,7 @@ A GPT has its values from the start. A Llama may be too large for one GPU, so it
 that shard parameters give each rank its part of the values, the others call `give_values` first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -85,3 +85,15 @@ def give_values(model: nn.Module, device: torch.device, dtype: torch.dtype = tor
         if isinstance(param, DTensor):
             values = distribute_tensor(values, param.device_mesh, param.placements, src_data_rank=None)
         param.copy_(values)
+
+
+@torch.no_grad()
+def initial_values(work: Work, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Names and fp32 values of the parameters, one after the other: what masters begin with in every system."""
+    model = make_model(work, device)
+    initialise = initialiser(model)
+    for name, param in model.named_parameters():
+        values = torch.empty(param.shape, device=device) if initialise else param.detach()
+        if initialise:
+            initialise(name, values)
+        yield name, values

@@ -11,6 +11,13 @@ Tuned, they follow the parts of their documentation on speed too:
 
 FSDP2 reduces gradients in bf16, as this package and DeepSpeed do. torch's examples reduce in fp32, which sends twice as
 much.
+
+DeepSpeed rounds a model to bf16 and copies its fp32 masters from that, so all of them begin at bf16 numbers. bf16 has
+8 bits, so an update below 2^-9 of a weight leaves its bf16 value as it was, until several have added up. At a learning
+rate of 5e-6 the first update changes 8 % of weights from N(0, 0.02): the smallest. The masters of the other systems
+begin anywhere between two bf16 numbers, and weights of every size change, 15 % of all: a large one more rarely, but by
+more. In a Llama of 4 blocks and 4096 channels the third loss is then 9.86 in place of 8.57. So DeepSpeed's masters get
+the fp32 values too, by the function that its documentation has for this (safe_set_full_fp32_param).
 """
 
 import os
@@ -24,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_mini.activations.kept_outputs import ATTENTION
-from zero_mini.comparison.models import give_values, make_model, torch_checkpointed
+from zero_mini.comparison.models import give_values, initial_values, make_model, torch_checkpointed
 from zero_mini.comparison.trainee import Trainee, adamw, stepper
 from zero_mini.comparison.works import ADAMW, Work
 from zero_mini.wire.copy_engine import ZERO_CTAS
@@ -110,8 +117,8 @@ def build_deepspeed(
     import deepspeed
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    # Its hooks are at every layer inside a block, so blocks are not compiled. Its masters are copies of bf16 values.
-    model = make_model(replace(work, compiled=False, fused_loss=False), device)
+    work = replace(work, compiled=False, fused_loss=False)  # its hooks are at every layer inside a block
+    model = make_model(work, device)
     give_values(model, device, torch.bfloat16 if work.bf16 else torch.float32)
     sharding = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
     if stage < 3 and not offload and "compute_grad_norm" in DeepSpeedZeroConfig.model_fields:
@@ -139,6 +146,10 @@ def build_deepspeed(
         options = {name: value for name, value in ADAMW.items() if name != "fused"}
         optimizer = DeepSpeedCPUAdam(model.parameters(), lr=work.lr, adamw_mode=True, **options)
     wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+    if work.bf16:
+        parameters = dict(model.named_parameters())
+        for name, values in initial_values(work, device):
+            deepspeed.utils.safe_set_full_fp32_param(parameters[name], values)
 
     def step(tokens: Tensor) -> Tensor:
         loss = wrapped(tokens[:, :-1], tokens[:, 1:])

@@ -8,7 +8,8 @@ precision, because the systems may differ in:
     bf16    0.05   2^-9 of each activation: DDP's autocast keeps the residual stream in fp32, the others round
                    it at every block. Over some thousand tokens most of that cancels, and 124M and 350M stay
                    within 0.003. The first step of 1.5B overshoots (11.2 -> 14.2), which amplifies the rest:
-                   there this package and FSDP2 are 0.025 from DDP and 0.001 apart, DeepSpeed is 0.04 from DDP
+                   there this package and FSDP2 are 0.025 from DDP and 0.001 apart. DeepSpeed was 0.04 from DDP
+                   while its masters began as bf16 numbers (peers.py)
 
 A doubled learning rate, gradients that are not reduced, an unwanted clipping: each moves losses of the small model by
 0.02 to 0.3 within the ten steps.
