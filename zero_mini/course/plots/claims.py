@@ -38,7 +38,7 @@ VERDICTS = {"yes": OPTIMIZER, "no": GRADIENTS, "it depends": ACTIVATIONS, "open"
 LINE_IN, ROW_IN, GAP_IN, EDGE_IN = 0.15, 0.175, 0.2, 0.1
 NAMES_IN, NUMBERS_IN = 1.2, 0.85  # to the left of the bars, and to their right
 TITLE_PT, TEXT_PT = 8.5, 7.5
-DPI = 125  # 875 pixels across, the width of a page; a lesson has a dozen of these pictures
+DPI = 100  # 700 pixels across: a lesson has a dozen of these pictures
 
 
 def draw_claims(rows: Sequence[dict], title: str = "", note: str = "") -> Figure:

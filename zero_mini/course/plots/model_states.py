@@ -75,6 +75,8 @@ def formula(stage: int, each: dict[str, float]) -> str:
 def found(memory: dict, speed: dict, psi: float, N: int, precision: str) -> dict[tuple[str, str], dict[int, int]]:
     """What memory.json and speed.json hold of this training with AdamW: (machine, moment) -> stage -> bytes.
 
+    Of several runs the first counts: another batch has the same states, but units, and so slots, may differ.
+
     >>> kept = {"model": "124M", "precision": "bf16", "stages": {"1": {"held_bytes": {"parameters": 4}}}}
     >>> found({"machine": {"cards": 2, "card": "X"}, "memory": kept}, {"works": {}}, 124475904, 2, "bf16")
     {('2 x X', 'after a backward'): {1: 4}}
@@ -89,5 +91,5 @@ def found(memory: dict, speed: dict, psi: float, N: int, precision: str) -> dict
     for machine, moment, *training, rows in runs:
         if [*training, machine["cards"]] == [psi, precision, N]:
             held = same.setdefault((cards(machine), moment), {})
-            held.update({stage: nbytes for stage, nbytes in rows.items() if nbytes})
+            held |= {stage: nbytes for stage, nbytes in rows.items() if nbytes and stage not in held}
     return {where: held for where, held in same.items() if held}
