@@ -99,7 +99,8 @@ In one run on 2 x H200 stage 3 took 185.9 ms (DDP 219.2, forward and backward al
     storage resize instead of two slots        187.2    and 0.13 GiB less: the second slot
 
 Small blocks behave differently: with 350M parameters and batch 8 a GPU finishes before its host has launched the next
-block's kernels (zero-3 is 17 % behind zero-0 there, and equal at batch 32). There the rows depend on the host's speed,
+block's kernels. In one run its four stages took 50 to 61 ms, in no order; at batch 32 they take the same time.
+There the rows depend on the host's speed,
 those of FSDP2 and DeepSpeed most of all. Only such works would gain from CUDA graphs: forward and backward alone, as
 one captured graph on one H100, take 49.4 ms in place of 50.1 (350M, batch 8), 23.5 in place of 24.0 (124M), 176.5 in
 place of 177.8 (1.5B). This is the upper limit of the gain with such a fast host, so hooks and collectives were not
