@@ -79,9 +79,7 @@ def give_values(model: nn.Module, device: torch.device, dtype: torch.dtype = tor
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     model.to(dtype).to_empty(device=device)
-    for name, param in model.named_parameters():
-        values = torch.empty(param.shape, device=device)
-        initialise(name, values)
+    for _, param, values in new_values(model, initialise, device):
         if isinstance(param, DTensor):
             values = distribute_tensor(values, param.device_mesh, param.placements, src_data_rank=None)
         param.copy_(values)
@@ -92,8 +90,17 @@ def initial_values(work: Work, device: torch.device) -> Iterator[tuple[str, Tens
     """Names and fp32 values of the parameters, one after the other: what masters begin with in every system."""
     model = make_model(work, device)
     initialise = initialiser(model)
+    if initialise is None:
+        yield from ((name, param.detach()) for name, param in model.named_parameters())
+    else:
+        yield from ((name, values) for name, _, values in new_values(model, initialise, device))
+
+
+def new_values(
+    model: nn.Module, initialise: Callable[[str, Tensor], None], device: torch.device
+) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    """Each parameter's name, the parameter, and fp32 values for it."""
     for name, param in model.named_parameters():
-        values = torch.empty(param.shape, device=device) if initialise else param.detach()
-        if initialise:
-            initialise(name, values)
-        yield name, values
+        values = torch.empty(param.shape, device=device)
+        initialise(name, values)
+        yield name, param, values

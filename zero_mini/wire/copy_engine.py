@@ -79,6 +79,7 @@ class ReachableMemory:
         self.backend = group._get_backend(torch.device("cuda"))
         self.pool = torch.cuda.MemPool(self.backend.mem_allocator)
         self.latest: dist.Work | None = None  # the last gather
+        self.release: weakref.finalize | None = None  # runs once: when this object goes, or at the end of the process
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         with torch.cuda.use_mem_pool(self.pool):
@@ -87,11 +88,12 @@ class ReachableMemory:
     def register(self) -> None:
         """Register the pool with NCCL. Collective."""
         self.backend.register_mem_pool(self.pool, symm=True)
-        weakref.finalize(self, release, self.group, self.backend, self.pool).atexit = False
+        self.release = weakref.finalize(self, release, self.group, self.backend, self.pool)
+        self.release.atexit = False  # `leave` calls it
         atexit.register(leave, weakref.ref(self))
 
     def becomes_idle(self, patience_s: float) -> bool:
-        """Does the last gather end in this time? Not after an error of CUDA."""
+        """True if the last gather ends in this time; False after an error of CUDA, too."""
         deadline = time.monotonic() + patience_s
         try:
             while self.latest is not None and not self.latest.is_completed():
@@ -112,18 +114,18 @@ def leave(reference: weakref.ref) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    release(memory.group, memory.backend, memory.pool)
+    memory.release()
 
 
 def release(group: dist.ProcessGroup, backend: dist.Backend, pool: torch.cuda.MemPool) -> None:
-    """Nobody needs the pool any more.
+    """The pool is no longer used: deregister it, or else keep its memory for ever.
 
-    torch would end the process with SIGABRT in two cases: it frees registered memory after `destroy_process_group()`,
-    or it aborts a group that has registered memory, because nobody destroyed that group.
+    In two cases torch ends a process with SIGABRT: registered memory is freed after `destroy_process_group()`; or the
+    process ends without `destroy_process_group()`, so that torch aborts the group while memory is registered.
     """
     if exists(group):
         backend.deregister_mem_pool(pool)
-    else:  # never free it
+    else:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
 
 

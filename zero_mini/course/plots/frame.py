@@ -21,11 +21,16 @@ WIDTH_IN = 7.0
 LETTER_IN = 0.0078  # a letter's width for each point of its size, on average
 
 
-def page(height_in: float, title: str, note: str = "") -> Figure:
-    """An empty page with its title, and a note of one or more lines below; they take 0.45 inches and 0.14 a line."""
+def sheet(height_in: float, **options) -> Figure:
+    """A figure of the width that all pictures have, with nothing on it."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=160, facecolor="white")
+    return Figure(figsize=(WIDTH_IN, height_in), dpi=160, facecolor="white", **options)
+
+
+def page(height_in: float, title: str, note: str = "") -> Figure:
+    """An empty page with its title, and a note of one or more lines below; they take 0.45 inches and 0.14 a line."""
+    figure = sheet(height_in)
     write(figure, 0.1, 0.1, title, va="top", fontsize=11, fontweight="bold")
     write(figure, 0.1, 0.34, note, va="top", fontsize=8, color=FAINT, linespacing=1.3)
     return figure

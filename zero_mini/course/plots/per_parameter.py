@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zero_mini.course.plots.frame import WIDTH_IN
+from zero_mini.course.plots.frame import sheet
 from zero_mini.course.plots.palette import CATEGORY, FAINT, INK, NEUTRAL, as_text, text_on
 from zero_mini.course.plots.states import segments
 
@@ -22,10 +22,7 @@ def draw_per_parameter(
     measured: dict[str, dict[str, float]], formula: dict[str, dict[str, float]], psi: float
 ) -> Figure:
     """measured and formula: label of a bar -> category -> bytes. psi: parameters; bars are in bytes a parameter."""
-    from matplotlib.figure import Figure
-
-    size = WIDTH_IN, 0.95 + 0.62 * len(measured)
-    figure = Figure(figsize=size, dpi=160, facecolor="white", layout="constrained")  # as frame.page
+    figure = sheet(0.95 + 0.62 * len(measured), layout="constrained")
     axes = figure.subplots()
     named = set()
     for place, (label, parts) in enumerate(measured.items()):
