@@ -331,30 +331,30 @@ def test_speed_json_is_merged_by_work_and_by_system_on_the_same_machine(tmp_path
 
 def test_scores_and_floors_of_invented_numbers():
     work = replace(WORKS["124M batch 32"], batch=1)
-    told = entry(
+    work_entry = entry(
         work, {"ddp": invented(100.0), "zero-3": invented(50.0), "plain": invented(40.0), BASELINE: invented(45)}
     )
-    told["machine"]["card"] = "NVIDIA H100 80GB HBM3"
-    told["rates"] = {"matmul_flops": 1e15, "copy_bytes": 1e12, "all_reduce_bytes": 1e11}
-    psi, flops = told["work"]["psi"], told["work"]["flops_per_token"]
-    result = scores.score(told)
+    work_entry["machine"]["card"] = "NVIDIA H100 80GB HBM3"
+    work_entry["rates"] = {"matmul_flops": 1e15, "copy_bytes": 1e12, "all_reduce_bytes": 1e11}
+    psi, flops = work_entry["work"]["psi"], work_entry["work"]["flops_per_token"]
+    result = scores.score(work_entry)
     assert result["zero-3"]["tokens_s"] == pytest.approx(1024 / 0.050)
     assert result["zero-3"]["tflops"] == pytest.approx(1024 / 0.050 * flops / 1e12)
     assert result["zero-3"]["mfu"] == pytest.approx(1024 / 0.050 * flops / 989.4e12)
     assert result["zero-3"]["x_ddp"] == pytest.approx(2.0)
     assert result["zero-3"]["of_plain"] == pytest.approx(0.8)
     assert result["zero-3"]["over_baseline"] == pytest.approx(50 / 45)
-    assert tells(scores.table("x", told), "1.111")
+    assert tells(scores.table("x", work_entry), "1.111")
     attention = 6 * 12 * 768 * 1024  # of a causal kernel: half of what MFU counts
     compute, update, wire = 1024 * (flops - attention) / 1e15, 28 * psi / 2 / 1e12, 6 * psi / 2 / 1e11
     assert wire > compute
     assert result["zero-3"]["x_floor"] == pytest.approx(0.050 / (wire + update))
-    assert scores.floor_parts_s("plain", told)["floor"] == pytest.approx(compute)
-    told["work"]["checkpointing"] = True
+    assert scores.floor_parts_s("plain", work_entry)["floor"] == pytest.approx(compute)
+    work_entry["work"]["checkpointing"] = True
     again = {"zero-3": (flops - attention) / 3, "zero-3 keep attention": (flops - 2 * attention) / 3}
     for system, more in again.items():
-        assert scores.floor_parts_s(system, told)["compute"] == pytest.approx(compute + 1024 * more / 1e15)
-    assert "floor of zero-3" in scores.table("x", told)
+        assert scores.floor_parts_s(system, work_entry)["compute"] == pytest.approx(compute + 1024 * more / 1e15)
+    assert "floor of zero-3" in scores.table("x", work_entry)
 
 
 def test_every_work_asks_for_systems_that_exist_and_for_one_to_compare_with():

@@ -194,7 +194,7 @@ RAISES = "if rank == 0: raise ValueError('on one rank')\n"
     {
         "the group is destroyed": ("dist.destroy_process_group()", 0),
         "the group is destroyed, then the model goes": ("dist.destroy_process_group()\ndel zero, model, optimizer", 0),
-        "nobody destroys the group": ("", 0),
+        "the group is never destroyed": ("", 0),
         "one rank raises": (RAISES + "time.sleep(200)", 1),
         "one rank raises while a gather waits for the other": (SLEEPS + "model(inputs)\n" + RAISES, 1),
     }.values(),
