@@ -1,5 +1,6 @@
 """The two commands: what they print, what they write, and one line for what cannot be."""
 
+import dataclasses
 import json
 import re
 
@@ -145,7 +146,31 @@ def test_bisection_finds_the_largest_number_that_fits():
     assert paper.largest(lambda n: False, 1, 8) == 0
 
 
-def test_table_2_and_the_pair_search_for_what_fits_and_try_one_more(monkeypatch):
+class TwoBlocksFit(setup.Setup):
+    """The third block is too much for rank 0; rank 1 does not know, and waits for it."""
+
+    def training(self, absent=True):
+        mine = super().training(absent)
+
+        def compute(zero):
+            if self.config.L > 2 and zero.rank == 0:
+                raise torch.OutOfMemoryError("Tried to allocate 2 GiB.")
+            return mine.compute(zero)
+
+        return dataclasses.replace(mine, compute=compute)
+
+
+def test_the_pair_is_tried_on_real_ranks_and_one_that_does_not_fit_is_a_result(monkeypatch):
+    monkeypatch.setattr(paper, "PAIR_WIDTH", 32)
+    base = TwoBlocksFit(GPTConfig(L=1, d=2, heads=1, vocab=8, T=4), device_bytes=16 * 12 * 32**2 * 4)
+    found = next(paper.pair(base))
+    assert found["config"]["L"] == 2 and found["tried"][3].startswith("out of memory in step 1")
+    real = found["real"]
+    assert real[2]["outcome"] == "ran" and real[2]["states_bytes"] == found["states_bytes"]
+    assert "rank 0" in real[3]["outcome"] and "out of memory in step 1" in real[3]["outcome"]
+
+
+def test_table_2_searches_for_what_fits(monkeypatch):
     """A device where a rank needs 10 % more than its states."""
     asked = []
 

@@ -69,7 +69,7 @@ def table_2(base: Setup) -> Iterator[dict]:
 
 def pair(base: Setup) -> Iterator[dict]:
     """The largest model as rank 0 of 2, simulated on one GPU; then it and the next larger one on two real ranks."""
-    from zero_mini.course.ranks import Ranks
+    from zero_mini.course.ranks import RankError, Ranks
 
     base = dataclasses.replace(base, world_size=2)
     for stage in range(4):
@@ -78,7 +78,12 @@ def pair(base: Setup) -> Iterator[dict]:
         for L in (found["config"]["L"], found["config"]["L"] + 1) if "config" in found else ():
             setup = dataclasses.replace(base, stage=stage, config=deeper(base, PAIR_WIDTH, L))
             with Ranks(2, backend="nccl" if base.device == "cuda" else "gloo", timeout_s=300) as ranks:
-                real[L] = ranks.run(setup.run_for_real)[0]
+                try:
+                    real[L] = ranks.run(setup.run_for_real)[0]
+                except RankError as error:
+                    if torch.OutOfMemoryError.__name__ not in str(error):
+                        raise
+                    real[L] = {"outcome": first_line(error)}
             print(f"    two real ranks, L = {L}: {real[L]['outcome']}", flush=True)
         yield found | {"real": real}
 

@@ -126,9 +126,15 @@ class Setup:
         return {**asdict(self), "psi": self.psi}, result
 
     def run_for_real(self, steps: int = 2) -> dict:
-        """What a real rank measures: call it on `world_size` ranks."""
+        """What a real rank measures: call it on `world_size` ranks. OutOfMemoryError, with the moment, if it is too much.
+
+        It is no result here: the other ranks may have enough, and would wait for this one.
+        """
         with at_most(self.device_bytes, torch.device(self.device)):
-            return measure(self.training(absent=False), torch.device(self.device), steps)
+            result = measure(self.training(absent=False), torch.device(self.device), steps)
+        if result["outcome"] != "ran":
+            raise torch.OutOfMemoryError(result["outcome"])
+        return result
 
 
 def check_describable(config: GPTConfig) -> None:
