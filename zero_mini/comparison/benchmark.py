@@ -33,10 +33,10 @@ products and of attention that ran beside a collective; wire that nothing overla
     350M batch 8, zero-0        58      47        2        1          0           0      1     27     66
     350M batch 8, zero-3        54      47        1        1          0           0      2     16     61
     1.5B checkpointed, zero-3  416     401        5        5         -1          -1      4     35    330
-    1.5B compiled, zero-0      185     168       11        2         33           1     38     13    173
-    1.5B compiled, zero-1      194     168        6        2         35           1     11     13    181
-    1.5B compiled, zero-2      196     168        5        2         -2          -1     10     83    202
-    1.5B compiled, zero-3      212     168        5        5         24           0     14     65    224
+    1.5B compiled, zero-0      188     170       11        2         11           0      1      5    142
+    1.5B compiled, zero-1      182     170        6        2          1           0      4     23    142
+    1.5B compiled, zero-2      182     170        5        2          0          -1      5     42    144
+    1.5B compiled, zero-3      189     170        5        5         12          -1      7     56    183
 
 (1.5B on 2 x H100, the others on 2 x H200. "host": the time of a step of 64 tokens, with almost nothing to multiply.)
 
@@ -44,9 +44,9 @@ So the difference between a stage and plain is the update, which is a part of tr
 is limited by the host: at stage 3 it launches a step in 61 ms, longer than the GPU computes. Stage 3 of 1.5B is so too
 on those H200s: 190 ms. On another such host it took 129 ms, and the step 185.6. With checkpointing plain itself takes
 401 ms and FSDP2's step 425, so no system can be more than 1.06 x as fast as FSDP2.
-The compiled rows come from a host that was slower than the GPUs (the profiled step, slower still, took 231 to 275 ms):
-if one rank is late, the collective on the other takes longer. On a faster host, in a run of stages 1 and 3 only, they
-took 180 and 183 ms beside a plain 167: its speed is 0.927 and 0.911 of plain's.
+The profiled steps of the compiled rows took longer than the timed ones, 193 to 247 ms, and in them the GPU waits for its
+host. An earlier run, on a slower host and with more kernels in each stage, took 185, 194, 196 and 212 ms: if one rank
+is late, the collective on the other takes longer.
 
 What was tried, on 1.5B unless another work is named (ms a step; before -> after within one run on one machine)
 
@@ -63,8 +63,8 @@ What was tried, on 1.5B unless another work is named (ms a step; before -> after
       batch 8                                  fewer calls        67.9; one GPU 58.0 -> 53.3          on a GPU
     two blocks a unit, 1.5B                    +-0: host is fast  188.7 -> 190.4; later 185.6 ->      no
                                                                   186.7, stage 1 181.8 -> 183.6
-    the paper's 16-bit shard, stage 3          -2 ms: no casts    188.7 -> 189.6, and 2 Psi/N bytes   no
-                                               when it gathers                                        (ablation)
+    the paper's 16-bit shard, stage 3          -2 ms: no casts    188.7 -> 189.6, and 2 Psi/N bytes;  no
+                                               when it gathers    Qwen, batch 32, 587.3 -> 591.5      (ablation)
     views of whole parameters are made once    -0.7 ms of the     host of a stage 1 of 24 tiny blocks yes
                                                host, stage 1      on a CPU: 4.5 -> 3.7 over plain
     a reduction is sent half-way through the   -5 ms: it meets    matrix products 117 -> 112 in the   yes

@@ -16,7 +16,7 @@ Two are other people's works, with the numbers that they publish for N GPUs:
 Left out: reading data, accumulation over micro-batches, schedules: they are the same for all systems.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -102,6 +102,7 @@ QWEN_WORK = Work(
     lr=2e-5,
     short_steps=0,
 )
+QWEN_LARGE = replace(QWEN_WORK, name="Qwen2.5-1.5B shape batch 32", batch=32, loss_chunks=8)
 BOARD = LlamaConfig(L=34, d=4096, heads=32, kv_heads=32, ffn=11008, vocab=151_936, T=32_768)
 BOARD_WORK = Work(
     "CS336 board",
@@ -137,6 +138,7 @@ WORKS = {
         Work("1.5B compiled batch 16", PRESETS["1.5B"], 16, COMPILED, compiled=True, fused_loss=True),
         Work("1.5B offload", PRESETS["1.5B"], 8, OFFLOADED),
         QWEN_WORK,
+        QWEN_LARGE,
         BOARD_WORK,
         Work("ablations", PRESETS["1.5B"], 8, ABLATIONS),
         Work("cpu", CPU_CONFIG, 8, ON_CPU, bf16=False, lr=1e-3),
