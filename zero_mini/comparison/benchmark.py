@@ -44,7 +44,7 @@ So the difference between a stage and plain is the update, which is a part of tr
 is limited by the host: at stage 3 it launches a step in 61 ms, longer than the GPU computes. Stage 3 of 1.5B is so too
 on those H200s: 190 ms. On another such host it took 129 ms, and the step 185.6. With checkpointing plain itself takes
 401 ms and FSDP2's step 425, so no system can be more than 1.06 x as fast as FSDP2.
-The profiled steps of the compiled rows took longer than the timed ones, 193 to 247 ms, and in them the GPU waits for its
+The profiled steps of the compiled rows took longer than the timed ones, 193 to 247 ms: in them the GPU waits for its
 host. An earlier run, on a slower host and with more kernels in each stage, took 185, 194, 196 and 212 ms: if one rank
 is late, the collective on the other takes longer.
 

@@ -126,9 +126,9 @@ class Setup:
         return {**asdict(self), "psi": self.psi}, result
 
     def run_for_real(self, steps: int = 2) -> dict:
-        """What a real rank measures: call it on `world_size` ranks. OutOfMemoryError, with the moment, if it is too much.
+        """What a real rank measures: call it on `world_size` ranks.
 
-        It is no result here: the other ranks may have enough, and would wait for this one.
+        OutOfMemoryError, with the moment: the other ranks may have enough memory, and would wait for this one.
         """
         with at_most(self.device_bytes, torch.device(self.device)):
             result = measure(self.training(absent=False), torch.device(self.device), steps)
