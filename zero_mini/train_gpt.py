@@ -32,13 +32,10 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import dataclasses
-import importlib.util
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -50,125 +47,29 @@ from zero_mini import zeroify
 from zero_mini.activations.checkpointing import checkpoint_blocks
 from zero_mini.checkpoint.sharded import CheckpointError, Checkpoints
 from zero_mini.comm import Call
-from zero_mini.memory.inventory import waiting_places
 from zero_mini.script import Script
 from zero_mini.simulate.absent import Absent
 from zero_mini.simulate.measure import Training, formulas, measure, report
 from zero_mini.simulate.values import Values
 from zero_mini.trainer import text
-from zero_mini.trainer.fits import check_memory
-from zero_mini.trainer.gpt import GPT, PRESETS, GPTConfig, generate, init_rule, param_groups, parameter_count
+from zero_mini.trainer.gpt import GPT, generate, init_rule, param_groups, parameter_count
+from zero_mini.trainer.job import DTYPES, PROMPT_TOKENS, Job, prepare
 from zero_mini.trainer.launch import (
     OwnRefusal,
     Place,
     Refusal,
-    find_device,
     find_place,
     first_line,
     leave,
     open_store,
+    refusal_for,
     roll_call,
 )
 from zero_mini.trainer.options import Options, parse
-from zero_mini.trainer.report import (
-    Folder,
-    check_folder,
-    cost_table,
-    host_peak_bytes,
-    load_weights,
-    readable,
-    sent_bytes,
-)
-from zero_mini.trainer.resume import Saving, go_on, what_must_not_change
+from zero_mini.trainer.printout import describe, print_costs
+from zero_mini.trainer.report import Folder, readable, sent_bytes
+from zero_mini.trainer.resume import Saving, go_on
 from zero_mini.trainer.screen import fill, printable, safe_streams
-from zero_mini.wire.lost_ranks import LostRank
-
-ABOUT_SLOTS = (
-    "communication: the buffers that blocks are gathered into, two of them however many blocks there are, and the "
-    "root's; a block that is still in one when it is needed again is not sent again"
-)
-VALIDATION_SEQUENCES = 64
-PROMPT_TOKENS = 16
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Job:
-    """The work of this rank, prepared before the roll call."""
-
-    config: GPTConfig
-    device: torch.device
-    backend: str
-    precision: str  # "fp32", "bf16" or "fp16"
-    micro_batches: int
-    batches_from: Callable[[int], Iterator[list[text.Batch]]]  # the batches after a step
-    validation: list[text.Batch]
-    validation_sequences: int
-    prompt: torch.Tensor  # (1, PROMPT_TOKENS)
-    weights: dict[str, torch.Tensor] | None
-    must_not_change: dict[str, object]  # when a run is resumed
-
-
-def prepare(options: Options, place: Place) -> Job:
-    """Do every step that can fail on this rank alone. ValueError with the reason."""
-    device, backend = find_device(options.device, options.backend, place)
-    precision = find_precision(options.precision, device)
-    changes = {"L": options.L, "d": options.d, "heads": options.heads, "T": options.sequence_length}
-    changes["dropout"] = options.dropout
-    changes = {name: value for name, value in changes.items() if value is not None}
-    config = dataclasses.replace(PRESETS[options.model], **changes)
-
-    check_memory(options, config, device, DTYPES[precision], place)
-    training_text, held_out = text.split(text.load(options.data, config.T, config.vocab))
-    ranks, G = place.world_size, options.global_batch
-    if options.pretend_world:  # every rank, absent ones included, has the whole batch
-        place, ranks = Place(0, 1, 0, 1), 1
-    micro_batch = options.micro_batch or (G // ranks if G % ranks == 0 else 1)
-    batches_from = partial(text.batches, training_text, config.T, G, place.rank, ranks, micro_batch, options.seed)
-    batches_from(0)  # raises if the batches do not fit the text
-    for flag, is_given, package in (
-        ("--tensorboard", options.tensorboard, "tensorboard"),
-        ("--export-gpt2", options.export_gpt2, "safetensors"),
-        (f"--init-from {options.init_from}", str(options.init_from).endswith(".safetensors"), "safetensors"),
-    ):
-        if is_given and importlib.util.find_spec(package) is None:
-            raise ValueError(f'{flag} needs a package: pip install -e ".[{package}]"')
-    sequences = min(VALIDATION_SEQUENCES, text.count_sequences(held_out, config.T, "the validation text"))
-    validation = text.validation_batches(held_out, config.T, sequences, place.rank, ranks, micro_batch)
-    weights = None
-    if place.rank == 0:  # only rank 0 writes, and zeroify() broadcasts its values
-        if options.init_from:
-            weights = load_weights(Path(options.init_from), config)
-        if options.out:
-            checkpoints = 12 * (options.keep + 1) if options.save_every else 0  # fp32 master and two moments
-            check_folder(Path(options.out), (4 + checkpoints) * parameter_count(config))
-    return Job(
-        config=config,
-        device=device,
-        backend=backend,
-        precision=precision,
-        micro_batches=G // (ranks * micro_batch),
-        batches_from=batches_from,
-        validation=validation,
-        validation_sequences=sequences,
-        prompt=held_out[None, :PROMPT_TOKENS].long().to(device),
-        weights=weights,
-        must_not_change=what_must_not_change(options, config, training_text),
-    )
-
-
-def find_precision(precision: str, device: torch.device) -> str:
-    """The precision of the computation. ValueError if the card only emulates bf16, which torch calls supported.
-
-    >>> find_precision("auto", torch.device("cpu")), find_precision("fp16", torch.device("cpu"))
-    ('fp32', 'fp16')
-    """
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    if precision == "auto":
-        return "fp32" if device.type == "cpu" else "bf16" if has_bf16 else "fp16"
-    if precision == "bf16" and device.type == "cuda" and not has_bf16:
-        raise ValueError(f"{torch.cuda.get_device_name(device)} does not compute in bf16; use --precision fp16")
-    return precision
 
 
 def lr_factor(step: int, warmup: int, steps: int) -> float:
@@ -383,44 +284,6 @@ def validate(zero: Script, job: Job) -> float:
     return sum(zero.comm.host.gather(total)) / job.validation_sequences
 
 
-def describe(options: Options, job: Job, place: Place) -> str:
-    """Two lines on model and step, and a hint if there is one rank only."""
-    N, k, shape = place.world_size, job.micro_batches, job.config
-    lines = [
-        f"GPT of {readable(parameter_count(shape), '')} parameters (L={shape.L} d={shape.d} heads={shape.heads}), "
-        f"stage {options.stage}, {job.precision}, ranks: {N} on {job.device.type} by {job.backend}",
-        f"a step is {options.global_batch} sequences of {shape.T} tokens: {N} ranks x {k} micro-batches x "
-        f"{options.global_batch // (N * k)}",
-    ]
-    if N == 1:
-        lines += [
-            "One rank holds everything: nothing is sharded. To shard:",
-            f"    torchrun --standalone --nproc-per-node 2 zero_mini/train_gpt.py --stage {options.stage}",
-        ]
-    return "\n".join(lines)
-
-
-def print_costs(options: Options, job: Job, zero: Script, memory: dict[str, dict], calls: list[Call]) -> None:
-    """Print memory and communication, as `fit` returned them, beside the paper's; and other costs of memory."""
-    if memory:  # there was a step
-        psi, itemsize = parameter_count(job.config), DTYPES[job.precision].itemsize
-        print()
-        print(cost_table(psi, options.stage, zero.world_size, itemsize, job.micro_batches, memory, calls))
-        if options.stage == 3:
-            print(fill(ABOUT_SLOTS))
-    if options.offload:
-        print(f"\nhost memory of this process at its peak, all in all: {readable(host_peak_bytes())}")
-    if options.checkpoint_activations:
-        blocks = len(range(0, job.config.L, options.checkpoint_activations))
-        line = f"activations: {blocks} blocks keep their inputs alone and compute the rest again in backward"
-        for host in waiting_places(zero.model):
-            line += f"; at most {readable(host.peak_bytes)} waited in host memory"
-        print("\n" + fill(line))
-    if zero.scaler is not None:
-        scale, skipped = zero.scaler.scale, zero.scaler.skipped
-        print(f"\nloss scale: {scale:g} at the end; steps skipped for an overflow: {skipped}")
-
-
 def main(argv: list[str] | None = None) -> None:
     """The whole program. If it ends early: one line on stderr, and status 2, or 128 + the number of a signal."""
     with safe_streams():
@@ -456,32 +319,17 @@ def run(argv: list[str]) -> None:
 
 
 def start_and_train(options: Options, job: Job, place: Place, store: dist.Store, time_out: timedelta) -> None:
-    """Everything from the first collective on. OwnRefusal if another rank died or is late, or memory is short."""
+    """Everything from the first collective on. A Refusal of `refusal_for`, if training ends early."""
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)
     dist.init_process_group(job.backend, store=store, rank=place.rank, world_size=place.world_size, timeout=time_out)
     try:
         train(options, job, place)
-    except CheckpointError as error:
-        raise Refusal(first_line(error)) from error
-    except ValueError as error:
-        if not str(error).startswith("offload"):
+    except Exception as error:
+        refusal = refusal_for(error, options, place)
+        if refusal is None:
             raise
-        raise Refusal(f"--{first_line(error)}") from error
-    except RuntimeError as error:
-        why = first_line(error).partition(". ")[0]
-        if "step was not taken" in str(error):
-            raise Refusal(first_line(error)) from error
-        if "gradients overflowed" in why:
-            raise Refusal(f"{why} (--lr {options.lr:g}, --precision {options.precision})") from error
-        if isinstance(error, torch.OutOfMemoryError):
-            raise OwnRefusal(f"rank {place.rank}: {why}; lower --micro-batch, or raise --stage") from error
-        if isinstance(error, LostRank):
-            raise OwnRefusal(first_line(error)) from error
-        if isinstance(error, dist.DistError) or "gloo" in why:  # gloo has no exception of its own
-            late = f"another rank has died, or is more than {options.time_out:g} s late"
-            raise OwnRefusal(f"rank {place.rank}: {late} ({why})") from error
-        raise
+        raise refusal from error
     dist.destroy_process_group()
 
 

@@ -18,9 +18,10 @@ from forked import Forked, job_of_two
 from says import naming, tells
 
 from zero_mini import train_gpt
-from zero_mini.train_gpt import find_precision, main, prepare
+from zero_mini.train_gpt import main
 from zero_mini.trainer import fits, launch, report
-from zero_mini.trainer.gpt import PRESETS
+from zero_mini.trainer.gpt import GPT, PRESETS, GPTConfig, parameter_count
+from zero_mini.trainer.job import find_precision, prepare
 from zero_mini.trainer.launch import Place, Refusal, find_device
 from zero_mini.trainer.options import Options, parse
 from zero_mini.update.loss_scale import LossScaler
@@ -145,7 +146,7 @@ def test_accumulated_micro_batches_give_the_losses_of_one_and_cost_the_wire_what
     ranks(2).run(train_at_each_stage, whole, "--steps", "3", "--lr", "0.01")
     ranks(2).run(train_at_each_stage, parts, "--steps", "3", "--lr", "0.01", "--micro-batch", "1")
     shape = json.loads((whole / "0" / "config.json").read_text())["model_shape"]
-    psi = train_gpt.parameter_count(train_gpt.GPTConfig(**shape))
+    psi = parameter_count(GPTConfig(**shape))
     for stage in range(4):
         assert losses(parts / str(stage)) == pytest.approx(losses(whole / str(stage)), rel=1e-5)
         for folder, k in ((whole, 1), (parts, 4)):
@@ -325,8 +326,8 @@ def test_a_folder_that_cannot_be_written_or_is_full_is_refused_at_the_start(alon
 
 
 def test_weights_of_another_model_are_refused_by_name(alone, capsys, tmp_path):
-    config = train_gpt.GPTConfig(L=1, d=32, heads=2, T=16)
-    torch.save(train_gpt.GPT(config).state_dict(), tmp_path / "weights.pt")
+    config = GPTConfig(L=1, d=32, heads=2, T=16)
+    torch.save(GPT(config).state_dict(), tmp_path / "weights.pt")
     (tmp_path / "config.json").write_text(json.dumps({"model_shape": {"heads": 2}}))
     (tmp_path / "text.pt").write_text("no weights at all")
     argv = [*TINY, "--init-from", str(tmp_path / "weights.pt")]

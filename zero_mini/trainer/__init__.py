@@ -2,6 +2,7 @@
 
 gpt.py  text.py  gpt2_file.py  the model; the data; weights in Hugging Face's format
 options.py  launch.py          flags; how ranks start and end
-fits.py  resume.py             a check that the model fits; saving and resuming
-screen.py  report.py           the terminal; tables and files
+job.py  fits.py  resume.py     a rank's work, prepared; a check that the model fits; saving and resuming
+screen.py  printout.py         the terminal; what rank 0 prints on it
+report.py                      tables and files
 """

@@ -1,4 +1,4 @@
-"""Before training: which rank is this, which device does it use, and do all ranks have the same options?
+"""How ranks start and end. Which rank is this, which device does it use, and do all ranks have the same options?
 
 torchrun gives each process its place in environment variables (RANK, WORLD_SIZE, MASTER_ADDR and so on); a process
 without them is a job of one rank.
@@ -10,7 +10,8 @@ through the key-value store by which ranks find each other; each wait there has 
     rank 1   writes "rank 1", waits for                             "verdict"
 
 Under its name a rank writes its options, and its problem if it has one. If the verdict is that they cannot start,
-rank 0 prints the reason and all exit.
+rank 0 prints the reason and all exit. A training that ends early gives one line too: `refusal_for` says which errors
+are reasons, and `leave` prints.
 
 Left out: elastic jobs, whose number of ranks changes.
 """
@@ -27,6 +28,10 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+
+from zero_mini.checkpoint.sharded import CheckpointError
+from zero_mini.trainer.options import Options
+from zero_mini.wire.lost_ranks import LostRank
 
 
 class Refusal(Exception):
@@ -176,6 +181,33 @@ def judge(words: list[tuple[dict, str | None]]) -> str | None:
     for rank, (_, problem) in enumerate(words):
         if problem:
             return f"rank {rank}: {problem}" if rank else problem
+    return None
+
+
+def refusal_for(error: Exception, options: Options, place: Place) -> Refusal | None:
+    """Why the training ended, in one line; None if the error is a bug, whose traceback is needed.
+
+    OwnRefusal if another rank died or is late, or memory is short.
+    """
+    line = first_line(error)
+    if isinstance(error, CheckpointError):
+        return Refusal(line)
+    if isinstance(error, ValueError) and line.startswith("offload"):
+        return Refusal(f"--{line}")
+    if not isinstance(error, RuntimeError):
+        return None
+    why = line.partition(". ")[0]
+    if "step was not taken" in str(error):
+        return Refusal(line)
+    if "gradients overflowed" in why:
+        return Refusal(f"{why} (--lr {options.lr:g}, --precision {options.precision})")
+    if isinstance(error, torch.OutOfMemoryError):
+        return OwnRefusal(f"rank {place.rank}: {why}; lower --micro-batch, or raise --stage")
+    if isinstance(error, LostRank):
+        return OwnRefusal(line)
+    if isinstance(error, dist.DistError) or "gloo" in why:  # gloo has no exception of its own
+        late = f"another rank has died, or is more than {options.time_out:g} s late"
+        return OwnRefusal(f"rank {place.rank}: {late} ({why})")
     return None
 
 
