@@ -47,7 +47,7 @@ class Launched:
     ledger: Ledger
 
     def wait(self) -> None:
-        """Return when it is done; on NCCL, when the current stream knows to wait for it."""
+        """Return when it is done; on NCCL, when the current stream waits for it. LostRank if it cannot complete."""
         if self.work is not None:
             wait(self.work, self.call.line, self.position, self.ledger.whereabouts)
 
@@ -93,9 +93,9 @@ class Comm:
         return self.launch("all_reduce", unit, buffer, start)
 
     def reduce_scatter(self, shard: torch.Tensor, buffer: torch.Tensor, unit: str) -> Launched:
-        """shard (S = P/N) <- slice `rank` of the mean of buffer (P), which is used up.
+        """shard (S = P/N) <- slice `rank` of the mean of buffer (P), whose values are lost.
 
-        `shard` may be that very slice of `buffer`. Keep `buffer` until the work is waited for.
+        `shard` may be that slice of `buffer`. Keep `buffer` until the work is waited for.
         """
         op = self._prepare_mean(buffer)
         start = functools.partial(reduce_scatter, shard, buffer, op=op, group=self.group, async_op=True)

@@ -19,8 +19,8 @@ become fp32, 2 bytes more for each, unless the update is fused (update/one_pass.
   - tied parameter:    lies in one unit; its gradient is the sum of its uses. Shared by two blocks, it is the root's
   - frozen parameter:  has a unit of its own: 2 + 4 bytes (fp32 master), no gradient; nothing is sent
   - unused parameter:  counts as zero where another rank used it; if no rank did, the optimizer skips it
-  - ranks that differ: may run different units, since an unused one counts as zero. If a rank launches other
-                       collectives, as in a state_dict() of its own, the step raises and names the first difference
+  - ranks that differ: may run different units, since an unused one counts as zero. If ranks launch different
+                       collectives, as when one alone calls state_dict(), the step raises and names the first difference
 """
 
 import torch

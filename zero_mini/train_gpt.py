@@ -240,7 +240,10 @@ def fit(
 
 
 def accumulate(zero: Script, micro_batches: list[text.Batch], device: torch.device) -> torch.Tensor:
-    """The gradient of the mean loss over all micro-batches and ranks; returns this rank's loss, on the device."""
+    """Forward and backward of all micro-batches (x, y), each (B, T): gradients become means over them and over ranks.
+
+    Returns this rank's mean loss (0-dim, on the device).
+    """
     total = torch.zeros((), device=device)
     for index, (x, y) in enumerate(micro_batches):
         last = index == len(micro_batches) - 1

@@ -209,7 +209,7 @@ class Zero3(Zero2):
         self.vacate(unit.place.slot)
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """And the slots."""
+        """What stage 2 keeps alive, and the slots."""
         yield from super().tensors()
         for slot in self.slots:
             yield "communication", "slot", slot.buffer
