@@ -151,7 +151,9 @@ def build(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     comm = Absent(place.rank, place.world_size, values) if absent else None
     zero = zeroify(
-        *(model, optimizer, options.stage),
+        model,
+        optimizer,
+        options.stage,
         dtype=DTYPES[job.precision],
         device=job.device,
         initialise=initialise,

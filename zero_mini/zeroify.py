@@ -94,7 +94,15 @@ def zeroify(
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
     device = torch.device(device)
     plan = checks.Plan(
-        *(model, optimizer, stage, dtype, units, elementwise, initialise is not None, offload, scaler),
+        model,
+        optimizer,
+        stage,
+        dtype,
+        units,
+        elementwise,
+        can_initialise=initialise is not None,
+        offload=offload,
+        scaler=scaler,
         on_gpu=device.type == "cuda",
     )
     checks.check_everywhere(plan, comm)

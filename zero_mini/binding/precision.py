@@ -3,11 +3,12 @@
 Source: arXiv 1910.02054, section 3.1; mixed-precision training, arXiv 1710.03740.
 
 The units do the work: `master` is what the optimizer updates (fp32), `full` the cast that the model
-computes with (bf16 or fp16); gradients are reduced in the model's dtype and added up in the master's
-precision. In fp16 the loss is scaled as well: update/loss_scale.py. This file casts
-inputs of the model from the master's dtype to the model's, and outputs back, so that a loss outside
-the model is computed in fp32 (a model that computes its own loss must cast it, as trainer/gpt.py does).
-Buffers are not cast.
+computes with (bf16 or fp16). Gradients of one micro-batch are reduced in the model's dtype. Sums of several are kept in
+the master's dtype, and stages 0 and 1 reduce them in it. In fp16 the loss is scaled as well: update/loss_scale.py.
+
+This file casts inputs of the model from the master's dtype to the model's, and outputs back, so that a loss outside
+the model is computed in fp32 (a model that computes its own loss must cast it, as trainer/gpt.py does). Buffers are not
+cast.
 
 Left out: a list of operations that are safe in 16 bits, as in autocast; the model itself must cast for others.
 """
