@@ -25,6 +25,7 @@ def full_params(zero, grads: bool = False) -> Iterator[None]:
 
     With `grads`, its .grad is the mean over ranks, and may be changed too. At the end all ranks
     take rank 0's values. A forward without gradient works inside the block; training does not.
+    Collective. RuntimeError inside a backward.
     """
     with zero.comm.host.doing("zero.full_params()", collective=True):
         if grads:

@@ -7,7 +7,7 @@
     communication   stage 3's slots; the buffers from which offload copies to the device
     other           buffers of the model, and the NaN views of parameters that are not gathered
 
-A storage that is listed twice is counted once (`memory.walk`), so views do no harm. Stage 3 adds its
+A storage that is listed twice is counted once (`formulas.walk`), so views do no harm. Stage 3 adds its
 slots (`Zero3.tensors`), an update what it keeps elsewhere (`tensors` in update/).
 """
 
@@ -38,6 +38,7 @@ def memory(zero, place: str | None = None) -> dict[str, int]:
 
     place: "device", where the model computes, "host", where something waits (offload, checkpointed activations), or
     "disk", in files (offload to a folder); None: device and host, which on a CPU differ only in what they are for.
+    ValueError if it is none of `zero.places`.
     """
     if place not in (None, *zero.places):
         raise ValueError(f"place must be {', '.join(map(repr, zero.places))} or None (got {place!r})")
