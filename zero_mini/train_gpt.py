@@ -34,14 +34,12 @@ if not __package__:
 import dataclasses
 import math
 import os
-import time
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from zero_mini import zeroify
 from zero_mini.activations.checkpointing import checkpoint_blocks
@@ -67,7 +65,8 @@ from zero_mini.trainer.launch import (
 )
 from zero_mini.trainer.options import Options, parse
 from zero_mini.trainer.printout import describe, print_costs, print_results
-from zero_mini.trainer.report import Folder, readable, sent_bytes
+from zero_mini.trainer.progress import Progress
+from zero_mini.trainer.report import Folder
 from zero_mini.trainer.resume import Saving, go_on
 from zero_mini.trainer.screen import fill, safe_streams
 
@@ -198,47 +197,22 @@ def fit(
 
     Returns this rank's memory before the last update (place -> category -> bytes), and the last step's collectives.
     """
-    memory, batches = {}, job.batches_from(start_step)
-    recent = []  # (loss, norm) of each step since the last reading, on the device; None for a skipped one
-    since = time.perf_counter()
-    has_bar = zero.rank == 0 and sys.stderr.isatty()
-    bar = tqdm(total=options.steps, initial=start_step, disable=not has_bar, unit="step")
-    with bar, saving or nullcontext():
+    batches = job.batches_from(start_step)
+    with Progress(zero, options, job, folder, start_step) as progress, saving or nullcontext():
         for step in range(start_step + 1, options.steps + 1):
-            is_logged = step % options.log_every == 0 or step == options.steps
             loss = accumulate(zero, next(batches), job.device)
-            if is_logged:
-                # The paper counts before the step. (Clipping copies 16-bit gradients to fp32.)
-                memory = {place: zero.memory(place) for place in zero.places}
+            if progress.reads_at(step):
+                progress.count_memory()  # before the step: clipping copies 16-bit gradients to fp32
             norm = zero.clip_grad_norm_(options.clip)
             lr = scheduler.get_last_lr()[0]
             zero.optimizer.step()
             if zero.stepped:  # False only in fp16, after an overflow
                 scheduler.step()
             zero.optimizer.zero_grad()
-            recent.append(torch.stack([loss, norm]) if zero.stepped else None)
-            bar.update()
-            if is_logged:
-                loss, norm = read(recent, step, zero, options)
-                now = time.perf_counter()
-                speed = len(recent) * options.global_batch * job.config.T / (now - since)
-                recent, since = [], now
-                most_bytes = sum(memory["device"].values())
-                if job.device.type == "cuda":  # torch counts allocations on CUDA only
-                    most_bytes = torch.cuda.max_memory_allocated(job.device)
-                results = {} if math.isnan(loss) else {"loss": loss, "grad_norm": norm}
-                status = f"loss {loss:.3f}" if results else "all steps skipped"
-                bar.set_postfix_str(status)
-                if zero.rank == 0 and not has_bar:
-                    costs = f"{readable(speed, '')} tokens/s, {readable(most_bytes)} held by rank 0"
-                    print(f"step {step}/{options.steps}: {status}, {costs}", flush=True)
-                costs = {"memory_bytes": most_bytes, "wire_bytes": sent_bytes(zero.ledger, zero.world_size)}
-                if zero.scaler is not None:
-                    costs |= {"loss_scale": zero.scaler.scale, "skipped": zero.scaler.skipped}
-                folder.note(step=step, lr=lr, tokens_per_s=speed, **results, **costs)
+            progress.after_step(step, loss, norm, lr)
             if saving:
-                saving.after_step(zero, step, partial(read, recent, step, zero, options))
-    return memory, zero.ledger
+                saving.after_step(zero, step, partial(progress.check, step))
+    return progress.memory, zero.ledger
 
 
 def accumulate(zero: Script, micro_batches: list[text.Batch], device: torch.device) -> torch.Tensor:
@@ -259,24 +233,6 @@ def accumulate(zero: Script, micro_batches: list[text.Batch], device: torch.devi
 def to(device: torch.device, tokens: torch.Tensor) -> torch.Tensor:
     """Copy to the device without waiting. (From pageable memory CUDA would first finish its queue.)"""
     return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
-
-
-def read(recent: list[torch.Tensor | None], step: int, zero: Script, options: Options) -> tuple[float, float]:
-    """The loss, mean over ranks, and norm of the last step that was not skipped; NaN if all were. The host waits here.
-
-    Refusal, on every rank, if any rank's loss or norm was not finite in a step up to `step` that was not skipped.
-    """
-    taken = [(number, pair) for number, pair in enumerate(recent, step - len(recent) + 1) if pair is not None]
-    if not taken:  # on all ranks alike
-        return math.nan, math.nan
-    ranks = zero.comm.host.gather(torch.stack([pair for _, pair in taken]).tolist())  # [rank][step](loss, norm)
-    for (number, _), one_step in zip(taken, zip(*ranks)):
-        for rank, values in enumerate(one_step):
-            for what, value in zip(("loss", "gradient norm"), values):
-                if not math.isfinite(value):
-                    raise Refusal(f"{what} is {value} at step {number} on rank {rank}; lower --lr ({options.lr})")
-    last = [steps[-1] for steps in ranks]
-    return sum(loss for loss, _ in last) / len(last), last[0][1]
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from zero_mini.trainer.gpt import GPT, PRESETS, GPTConfig, parameter_count
 from zero_mini.trainer.job import find_device, find_precision, prepare
 from zero_mini.trainer.launch import Place, Refusal
 from zero_mini.trainer.options import Options, parse
+from zero_mini.trainer.progress import read
 from zero_mini.update.loss_scale import LossScaler
 from zero_mini.zeroify import zeroify
 
@@ -460,4 +461,4 @@ def test_every_rank_hears_of_a_loss_that_is_not_finite_on_one():
 
     recent = [torch.tensor([1.0, 1.0])] * 2
     with pytest.raises(Refusal, match=naming("inf", "step 20", "rank 1")):
-        train_gpt.read(recent, 20, Handle, Options())
+        read(recent, 20, Handle, Options())

@@ -1,6 +1,6 @@
 """What rank 0 prints before the first step and after the last one: the model and the step; then costs and a sample.
 
-Left out: the lines of the steps in between, which `fit` of train_gpt.py prints.
+Left out: the lines of the steps in between (progress.py).
 """
 
 import torch
