@@ -123,7 +123,7 @@ def zeroify(
 
 
 def take_over(zero: Script, initialise: Callable[[str, torch.Tensor], None] | None) -> None:
-    """Values become what the stage keeps of them. Unit by unit, so that the peak is the final states plus one unit."""
+    """Each unit's values become what the stage keeps of them, unit by unit: the peak is the states and one unit."""
     zero.comm.follow(zero)
     zero.prepare()
     hooks.keep_in_buffers(zero.model)
