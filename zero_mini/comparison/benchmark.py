@@ -52,11 +52,11 @@ What was tried, on 1.5B unless another work is named (ms a step; before -> after
 
     change                                     predicted          measured                            kept
     -----------------------------------------  -----------------  ----------------------------------  --------
-    AdamW in one pass (update/one_pass.py): 28 bytes  -4.5 ms sharded,   the update and its casts 12.2 ->    yes
-      a parameter instead of 40                -9 ms at stage 0   7.3; stage 3 205.7 -> 199.5
-    gathers by copy engines (wire/copy_engine.py)   -8 ms, stage 3     201.2 -> 198.7, ablation: -2.3; the where a
-                                                                  host up to 0.4 ms a gather slower   unit has
-                                                                                                      30M
+    AdamW in one pass (update/one_pass.py):    -4.5 ms sharded,   the update and its casts 12.2 ->    yes
+      28 bytes a parameter instead of 40       -9 ms at stage 0   7.3; stage 3 205.7 -> 199.5
+    gathers by copy engines                    -8 ms, stage 3     201.2 -> 198.7, ablation: -2.3;     where a
+      (wire/copy_engine.py)                                       the host up to 0.4 ms a gather      unit has
+                                                                  slower                              30M
     units of several blocks, 350M batch 8      -10 ms, stage 3:   stage 3 75.2 -> 55.9; stage 0       yes
                                                half the calls     65.9 -> 60.9                        (units=)
     three blocks a unit in place of two, 350M  -2 ms, stage 3:    65.0 -> 63.9, one block 82.3, ddp   the default
