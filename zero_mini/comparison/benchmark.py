@@ -45,8 +45,8 @@ is limited by the host: at stage 3 it launches a step in 61 ms, longer than the 
 on those H200s: 190 ms. On another such host it took 129 ms, and the step 185.6. With checkpointing plain itself takes
 401 ms and FSDP2's step 425, so no system can be more than 1.06 x as fast as FSDP2.
 The profiled steps of the compiled rows took longer than the timed ones, 193 to 247 ms: in them the GPU waits for its
-host. An earlier run, on a slower host and with more kernels in each stage, took 185, 194, 196 and 212 ms: if one rank
-is late, the collective on the other takes longer.
+host. On a slower host (a step of 64 tokens: 224 ms at stage 3) the stages took 185, 194, 196 and 212 ms: if one rank is
+late, the collective on the other takes longer.
 
 What was tried, on 1.5B unless another work is named (ms a step; before -> after within one run on one machine)
 
