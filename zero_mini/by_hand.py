@@ -76,7 +76,7 @@ class Block:
 
 
 def train_step(blocks, optimizer, x, target, stage):
-    """Forward, backward and update. x and target are this rank's part of the batch; returns its loss."""
+    """Forward, backward and update. x, target (B, ...) are this rank's part of the batch; returns its loss (0-dim)."""
     optimizer.zero_grad()
     graphs = []
     for block in blocks:

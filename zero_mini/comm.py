@@ -2,8 +2,8 @@
 
 Volumes (arXiv 1910.02054, section 7.1; ring algorithms): with N ranks and a buffer of P elements,
 a reduce-scatter and an all-gather each move P (N-1)/N elements over a rank's wire, and an
-all-reduce, which is the one followed by the other, moves 2 P (N-1)/N. These two lines are the
-whole cost model of ZeRO.
+all-reduce, which is the one followed by the other, moves 2 P (N-1)/N. The traffic of every stage
+is a sum of these.
 
     before            all_reduce         reduce_scatter     all_gather
     rank 0  a0 b0     rank 0  A  B       rank 0  A  .       rank 0  A  B
@@ -13,13 +13,13 @@ whole cost model of ZeRO.
 
 Every reduction here is a *mean*: the loss of the global batch is the mean of the ranks' losses.
 Every collective is asynchronous and returns a `Launched`: the buffer has the result after its
-`wait()`. On NCCL that call does not stop the host: it makes the current CUDA stream wait, and
-launching makes NCCL's stream wait for everything enqueued so far, so no stream object is needed.
-What hosts say to each other, a few numbers a step, goes through `comm.host` (wire/host_words.py).
+`wait()`. On NCCL `wait()` does not stop the host: it makes the current CUDA stream wait. The launch
+makes NCCL's stream wait for everything enqueued so far, so no stream object is needed.
+Numbers in host memory, a few in a step, go through `comm.host` (wire/host_words.py).
 
 A subclass sends in another way, and `zeroify(comm=...)` takes it: examples/hybrid_shard.py has two
-process groups, examples/bf16_wire.py another reduce-scatter, wire/throttled.py a slower link; a rank
-whose peers are only simulated has no group. An overridden collective may return any object with a
+process groups, examples/bf16_wire.py another reduce-scatter, wire/throttled.py a slower link, and
+simulate/absent.py no group at all: the other ranks are absent. An overridden collective may return any object with a
 `wait()`, which is called once; work that follows the collective, such as a cast, belongs there.
 
 Left out: hierarchical and quantised collectives (ZeRO++, arXiv 2306.10209).
@@ -47,7 +47,7 @@ class Launched:
     ledger: Ledger
 
     def wait(self) -> None:
-        """Return when it is done; on NCCL, when the current stream knows to wait for it."""
+        """Return when it is done; on NCCL, when the current stream waits for it. LostRank if it cannot complete."""
         if self.work is not None:
             wait(self.work, self.call.line, self.position, self.ledger.whereabouts)
 
@@ -63,7 +63,7 @@ class Comm:
         self.group = None if without else group or dist.group.WORLD
         self.rank, self.world_size = without or (dist.get_rank(self.group), dist.get_world_size(self.group))
         self.is_nccl = not without and dist.get_backend(self.group) == "nccl"
-        # Words between hosts need a CPU group of their own: they must neither queue behind collectives on the GPU
+        # Numbers in host memory need a CPU group of their own: they must neither queue behind collectives on the GPU
         # nor be mistaken for one of them.
         host_group = None if without else same_ranks(self.group, "gloo")
         self.ledger = Ledger(None if without else open_pages(self.group, host_group.group_name))
@@ -74,7 +74,7 @@ class Comm:
 
     @property
     def number(self) -> int:
-        """Of this rank among all that train the model."""
+        """The number of this rank among all ranks that train the model."""
         return self.replica * self.world_size + self.rank
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -93,9 +93,9 @@ class Comm:
         return self.launch("all_reduce", unit, buffer, start)
 
     def reduce_scatter(self, shard: torch.Tensor, buffer: torch.Tensor, unit: str) -> Launched:
-        """shard (S = P/N) <- slice `rank` of the mean of buffer (P), which is used up.
+        """shard (S = P/N) <- slice `rank` of the mean of buffer (P), whose values are lost.
 
-        `shard` may be that very slice of `buffer`. Keep `buffer` until the work is waited for.
+        `shard` may be that slice of `buffer`. Keep `buffer` until the work is waited for.
         """
         op = self._prepare_mean(buffer)
         start = functools.partial(reduce_scatter, shard, buffer, op=op, group=self.group, async_op=True)
@@ -134,8 +134,8 @@ class Comm:
     def _prepare_mean(self, buffer: torch.Tensor) -> dist.ReduceOp:
         if self.is_nccl and buffer.dtype != torch.float16:  # gloo can only sum
             return dist.ReduceOp.AVG
-        # Before the sum, as torch DDP does: sums cannot overflow. NCCL multiplies and adds with one rounding, which
-        # among fp16's smallest numbers, where halving has to round, is another one.
+        # Divide before the sum, as torch DDP does, so that the sum cannot overflow. In fp16 on NCCL too: AVG
+        # multiplies and adds with one rounding, so the smallest numbers would differ from DDP's.
         buffer.mul_(1 / self.world_size)
         return dist.ReduceOp.SUM
 

@@ -14,13 +14,13 @@ become fp32, 2 bytes more for each, unless the update is fused (update/one_pass.
     wire                                     r2      r1      r0
     memory     parameters ####   gradients grow to ####            optimizer ####
 
-  - k micro-batches:   under no_sync() sums stay on the rank, in fp32: gradients take 4 bytes; the last
-                       micro-batch sends, so the wire is 2 Psi for all k
+  - k micro-batches:   under no_sync() sums stay on the rank, in fp32: gradients take 4 bytes. The last micro-batch
+                       sends the sum, so the wire is 2 Psi for all k, of 4 bytes each
   - tied parameter:    lies in one unit; its gradient is the sum of its uses. Shared by two blocks, it is the root's
   - frozen parameter:  has a unit of its own: 2 + 4 bytes (fp32 master), no gradient; nothing is sent
   - unused parameter:  counts as zero where another rank used it; if no rank did, the optimizer skips it
-  - ranks that differ: may run different units, since an unused one counts as zero. If a rank launches other
-                       collectives, as in a state_dict() of its own, the step raises and names the first difference
+  - ranks that differ: may run different units, since an unused one counts as zero. If ranks launch different
+                       collectives, as when one alone calls state_dict(), the step raises and names the first difference
 """
 
 import torch

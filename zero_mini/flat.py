@@ -267,7 +267,8 @@ class Unit:
     def used_pieces(self, owned: torch.Tensor) -> Iterator[tuple[int, nn.Parameter, torch.Tensor]]:
         """Yield (group, piece, its part of `owned`) for each piece that any rank used since zero_grad()."""
         for run, (group, piece), (_, view) in zip(self.runs[owned.numel()], self.pieces, self.by_group(owned)):
-            if self.used_anywhere >> run.first & (1 << run.after - run.first) - 1:
+            bits_of_run = (1 << run.after) - (1 << run.first)
+            if self.used_anywhere & bits_of_run:
                 yield group, piece, view
 
     def find_runs(self) -> None:

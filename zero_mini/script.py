@@ -26,7 +26,7 @@ A unit in a backward:   its gradient is                  until
     sent                in flight: unit.reducing         finish_reduction
     reduced             in unit.mean_grad
 
-One unit's turn in a backward at stage 2, as it is called:
+One unit's turn in a backward at stage 2, from call to call:
 
     hooks.enter_backward                               the first gradient of the unit's output
       hooks.begin_backward                             only in the first unit of a backward
@@ -83,7 +83,7 @@ class Script:
     def __init__(self, model, optimizer, units, comm, dtype, device, scaler=None, make_update=OnDevice):
         """Every attribute is born here, or in the stage's own __init__; zeroify.py then takes the parameters over.
 
-        make_update    make_update(self) builds `self.update`; zeroify() passes it by its name. A stage may take it
+        make_update    make_update(self) builds `self.update`; zeroify() passes it as a keyword. A stage may take it
                        out of its arguments and pass a subclass of OnDevice: SixteenBitShard in comparison/ablations.py.
         """
         self.model: torch.nn.Module = model
@@ -206,7 +206,7 @@ class Script:
         loss_scale.look_for_overflow(self)
 
     def check_step(self) -> None:
-        """RuntimeError if a gradient or parameter was written from outside, or if ranks launched other collectives."""
+        """RuntimeError if gradients or parameters were written from outside, or ranks launched different collectives."""
         state_dict.close_broken_calls(self)
         self.model_layout.check()
         agreement.agree(self)

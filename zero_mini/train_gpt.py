@@ -53,7 +53,7 @@ from zero_mini.simulate.measure import Training, formulas, measure, report
 from zero_mini.simulate.values import Values
 from zero_mini.trainer import text
 from zero_mini.trainer.gpt import GPT, generate, init_rule, param_groups, parameter_count
-from zero_mini.trainer.job import DTYPES, PROMPT_TOKENS, Job, prepare
+from zero_mini.trainer.job import DTYPES, Job, prepare
 from zero_mini.trainer.launch import (
     OwnRefusal,
     Place,
@@ -66,10 +66,10 @@ from zero_mini.trainer.launch import (
     roll_call,
 )
 from zero_mini.trainer.options import Options, parse
-from zero_mini.trainer.printout import describe, print_costs
+from zero_mini.trainer.printout import describe, print_costs, print_results
 from zero_mini.trainer.report import Folder, readable, sent_bytes
 from zero_mini.trainer.resume import Saving, go_on
-from zero_mini.trainer.screen import fill, printable, safe_streams
+from zero_mini.trainer.screen import fill, safe_streams
 
 
 def lr_factor(step: int, warmup: int, steps: int) -> float:
@@ -119,10 +119,7 @@ def train(options: Options, job: Job, place: Place) -> None:
         checkpoints.close()
     if is_rank_0:
         print_costs(options, job, zero, memory, calls)
-        print(f"\nvalidation loss: {at_start:.3f} at the start, {at_end:.3f} at the end")
-        if options.sample_length:
-            opening, continuation = (printable(text.decode(part)) for part in sample.tensor_split([PROMPT_TOKENS]))
-            print(f"\nthe held-out text begins:\n{fill(opening)}\n\nthe model goes on:\n{fill(continuation)}")
+        print_results(options, at_start, at_end, sample)
 
 
 def build(
@@ -130,7 +127,7 @@ def build(
 ) -> tuple[Script, torch.optim.lr_scheduler.LRScheduler]:
     """The handle of model and optimizer at the stage of the options, and the schedule. Collective.
 
-    absent: the other ranks are.
+    absent    True: the other ranks are absent, and nothing is sent (simulate/absent.py).
     """
     torch.manual_seed(options.seed)
     if options.offload:  # the update runs on the CPU, and torchrun sets one thread a rank
@@ -165,7 +162,7 @@ def build(
 
 
 def pretend(options: Options, job: Job, place: Place) -> None:
-    """One or two steps as a rank whose peers are absent, and what they took."""
+    """Run one or two steps as a rank whose peers are absent, and print what they took. Refusal if they did not run."""
     itemsize, psi = DTYPES[job.precision].itemsize, parameter_count(job.config)
     batches = job.batches_from(0)
 
@@ -195,7 +192,10 @@ def fit(
     start_step: int = 0,
     saving: Saving | None = None,
 ) -> tuple[dict[str, dict], list[Call]]:
-    """The loop after `start_step`; this rank's memory (place -> category -> bytes) and calls in the last step."""
+    """Run the steps after `start_step`. Collective.
+
+    Returns this rank's memory before the last update (place -> category -> bytes), and the last step's collectives.
+    """
     memory, batches = {}, job.batches_from(start_step)
     recent = []  # (loss, norm) of each step since the last reading, on the device; None for a skipped one
     since = time.perf_counter()
@@ -240,7 +240,10 @@ def fit(
 
 
 def accumulate(zero: Script, micro_batches: list[text.Batch], device: torch.device) -> torch.Tensor:
-    """The gradient of the mean loss over all micro-batches and ranks; returns this rank's loss, on the device."""
+    """Forward and backward of all micro-batches (x, y), each (B, T): gradients become means over them and over ranks.
+
+    Returns this rank's mean loss (0-dim, on the device).
+    """
     total = torch.zeros((), device=device)
     for index, (x, y) in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
@@ -291,6 +294,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(argv: list[str]) -> None:
+    """Prepare, meet the other ranks, train. A Refusal ends the process here."""
     place, store = Place(0, 1, 0, 1), None
     try:
         place = find_place(os.environ)

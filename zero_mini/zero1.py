@@ -10,8 +10,8 @@ unlike ddp.py:
   - reduce:          a rank needs only the mean of its slice: reduce-scatter, half an all-reduce
   - publish:         each rank updated a different slice: all-gather, the other half
   - before_forward:  all gathers start at the end of the step; only here a unit waits for its own, so
-                     it overlaps the forward of the units before (the root is first: no overlap)
-  - check_step:      a gather that no forward waited for must end before its values change
+                     its gather overlaps the forward of the units before it (none for the root, the first)
+  - check_step:      a gather that no forward waited for must end before the next update
   - partial_norms:   for clipping, ranks gather the norms of their slices
 
     time -->     forward           backward                          step
@@ -19,7 +19,7 @@ unlike ddp.py:
     wire       ..g1 g2                         r2      r1      r0          g0 g1..    r: half as long
     memory       parameters ####   gradients grow to ####            optimizer #...   optimizer: 1/N
 
-  - k micro-batches:   as ddp.py: sums stay on the rank under no_sync(), 4 bytes a parameter in fp32; 2 Psi for all k
+  - k micro-batches:   as ddp.py: fp32 sums stay on the rank under no_sync(); 2 Psi for all k, the reduced half in fp32
   - tied parameter:    as ddp.py
   - frozen parameter:  2 bytes on every rank and 4/N (fp32 master); not gathered after a step
   - unused parameter:  as ddp.py; its slice is gathered with its unit

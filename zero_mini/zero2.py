@@ -43,7 +43,7 @@ class Zero2(Zero1):
         self.sending: deque[Unit] = deque()  # units whose whole gradients are in flight
 
     def reduce(self, unit: Unit) -> None:
-        """The mean of the own slice, in memory of its own, so that the buffer can go."""
+        """Write the mean of this rank's slice to new memory, so that the whole buffer can be freed."""
         if len(self.sending) == 2:
             self.finish_reduction(self.sending.popleft())  # frees its buffer
         shard = torch.empty_like(unit.slice_of(unit.local_grad))

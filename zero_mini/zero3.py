@@ -3,9 +3,9 @@
 Source: arXiv 1910.02054, section 5.3 (memory) and 7.2.2 (volume); 6.2 and 6.3 (constant buffers,
 C_B, and memory that is allocated once, M_D).
 
-    bytes a parameter   14/N       = (2 gradients + 12 optimizer)/N, the paper's 16/N less its
-                                     16-bit shard: a slot's slice is cast from the fp32 master
-                                     (fp32: 16/N), plus the root and two slots
+    bytes a parameter   14/N       = (2 gradients + 12 optimizer)/N, plus the root and two slots
+                                     (fp32: 16/N). The paper's 16/N has a 16-bit shard too; here a
+                                     gather casts the rank's slice from the fp32 master
     wire, elements      3 Psi      = all-gather for forward, all-gather for backward,
                                      reduce-scatter, times (N-1)/N; less what is still in a slot
 
@@ -209,7 +209,7 @@ class Zero3(Zero2):
         self.vacate(unit.place.slot)
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """And the slots."""
+        """What stage 2 keeps alive, and the slots."""
         yield from super().tensors()
         for slot in self.slots:
             yield "communication", "slot", slot.buffer

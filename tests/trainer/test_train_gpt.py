@@ -21,8 +21,8 @@ from zero_mini import train_gpt
 from zero_mini.train_gpt import main
 from zero_mini.trainer import fits, launch, report
 from zero_mini.trainer.gpt import GPT, PRESETS, GPTConfig, parameter_count
-from zero_mini.trainer.job import find_precision, prepare
-from zero_mini.trainer.launch import Place, Refusal, find_device
+from zero_mini.trainer.job import find_device, find_precision, prepare
+from zero_mini.trainer.launch import Place, Refusal
 from zero_mini.trainer.options import Options, parse
 from zero_mini.update.loss_scale import LossScaler
 from zero_mini.zeroify import zeroify

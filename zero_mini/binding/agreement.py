@@ -1,6 +1,6 @@
 """Once a step, before the optimizer changes anything, ranks exchange a few numbers between hosts.
 
-    digest   of all collectives so far: did every rank launch the same ones, in the same order?            (comm.py)
+    digest   of all collectives so far: did every rank launch the same ones, in the same order? (wire/ledger.py)
     options  of all param groups but tensors: does every rank update with the same learning rate?
     written  a bit a unit: the user has written to its parameters, so ranks compare their values
     late     a bit a unit: it has gradients that are not in a flat buffer, because modules were called without the

@@ -214,7 +214,7 @@ METADATA = (
             "shape dtype device layout requires_grad grad grad_fn is_leaf ndim names name itemsize nbytes output_nr "
             "retains_grad grad_dtype _version _backward_hooks _post_accumulate_grad_hooks _grad is_cpu is_cuda is_meta "
             "is_mps is_xpu is_xla is_ipu is_hpu is_mtia is_maia is_vulkan is_sparse is_sparse_csr is_mkldnn is_nested "
-            "is_quantized is_mps",
+            "is_quantized",
         )
     }
     | {

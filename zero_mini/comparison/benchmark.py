@@ -41,12 +41,12 @@ products and of attention that ran beside a collective; wire that nothing overla
 (1.5B on 2 x H100, the others on 2 x H200. "host": the time of a step of 64 tokens, with almost nothing to multiply.)
 
 So the difference between a stage and plain is the update, which is a part of training, and the copies. 350M at batch 8
-is limited by the host: at stage 3 it launches a step in 61 ms, longer than the GPU computes. Stage 3 of 1.5B is so too
-on those H200s: 190 ms. On another such host it took 129 ms, and the step 185.6. With checkpointing plain itself takes
+is limited by the host: at stage 3 it launches a step in 61 ms, longer than the GPU computes. So is stage 3 of 1.5B on
+those H200s: 190 ms. On another such host it took 129 ms, and the step 185.6. With checkpointing plain itself takes
 401 ms and FSDP2's step 425, so no system can be more than 1.06 x as fast as FSDP2.
 The profiled steps of the compiled rows took longer than the timed ones, 193 to 247 ms: in them the GPU waits for its
-host. On a slower host (a step of 64 tokens: 224 ms at stage 3) the stages took 185, 194, 196 and 212 ms: if one rank is
-late, the collective on the other takes longer.
+host. An earlier run, on a slower host and with the same kernels, took 185, 194, 196 and 212 ms: if one rank is late,
+the collective on the other takes longer.
 
 What was tried, on 1.5B unless another work is named (ms a step; before -> after within one run on one machine)
 
@@ -99,12 +99,11 @@ In one run on 2 x H200 stage 3 took 185.9 ms (DDP 219.2, forward and backward al
     storage resize instead of two slots        187.2    and 0.13 GiB less: the second slot
 
 Small blocks behave differently: with 350M parameters and batch 8 a GPU finishes before its host has launched the next
-block's kernels. In one run its four stages took 50 to 61 ms, in no order; at batch 32 they take the same time.
-There the rows depend on the host's speed,
-those of FSDP2 and DeepSpeed most of all. Only such works would gain from CUDA graphs: forward and backward alone, as
-one captured graph on one H100, take 49.4 ms in place of 50.1 (350M, batch 8), 23.5 in place of 24.0 (124M), 176.5 in
-place of 177.8 (1.5B). This is the upper limit of the gain with such a fast host, so hooks and collectives were not
-captured.
+block's kernels. In one run its four stages took 50 to 61 ms, in no order; at batch 32 they take the same time. At batch
+8 the rows depend on the host's speed, those of FSDP2 and DeepSpeed most of all. Only such works would gain from CUDA
+graphs: forward and backward alone, as one captured graph on one H100, take 49.4 ms in place of 50.1 (350M, batch 8),
+23.5 in place of 24.0 (124M), 176.5 in place of 177.8 (1.5B). This is the upper limit of the gain with such a fast host,
+so hooks and collectives were not captured.
 
 With the optimizer in host memory (--work "1.5B offload", one H100, 16 cores) the CPU's update determines the time of a
 step. What was tried there, ms of the update: the optimizer's own step over whole units about 900 (each fp32 gradient

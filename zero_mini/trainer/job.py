@@ -15,7 +15,7 @@ import torch
 from zero_mini.trainer import text
 from zero_mini.trainer.fits import check_memory
 from zero_mini.trainer.gpt import PRESETS, GPTConfig, parameter_count
-from zero_mini.trainer.launch import Place, find_device
+from zero_mini.trainer.launch import Place
 from zero_mini.trainer.options import Options
 from zero_mini.trainer.report import check_folder, load_weights
 from zero_mini.trainer.resume import what_must_not_change
@@ -34,7 +34,7 @@ class Job:
     backend: str
     precision: str  # "fp32", "bf16" or "fp16"
     micro_batches: int
-    batches_from: Callable[[int], Iterator[list[text.Batch]]]  # the batches after a step
+    batches_from: Callable[[int], Iterator[list[text.Batch]]]  # step -> the micro-batches of each step after it
     validation: list[text.Batch]
     validation_sequences: int
     prompt: torch.Tensor  # (1, PROMPT_TOKENS)
@@ -88,6 +88,25 @@ def prepare(options: Options, place: Place) -> Job:
         weights=weights,
         must_not_change=what_must_not_change(options, config, training_text),
     )
+
+
+def find_device(device: str, backend: str, place: Place) -> tuple[torch.device, str]:
+    """This rank's device and the backend of its collectives; "auto" takes GPUs and NCCL where there are any.
+
+    ValueError, and no fallback, if there are too few GPUs for the ranks.
+    """
+    gpus = torch.cuda.device_count()
+    if device == "auto":
+        device = "cuda" if gpus and backend != "gloo" else "cpu"
+    if backend == "auto":
+        backend = "nccl" if device == "cuda" else "gloo"
+    if backend == "nccl" and place.local_world_size > gpus:
+        raise ValueError(
+            f"nccl needs one GPU a rank: {place.local_world_size} ranks, {gpus} GPUs; use --backend gloo --device cpu"
+        )
+    if (device == "cuda") != (backend == "nccl"):
+        raise ValueError(f"--device {device} does not go with --backend {backend}: nccl is for GPUs, gloo for the CPU")
+    return torch.device(device, place.local_rank if device == "cuda" else None), backend
 
 
 def find_precision(precision: str, device: torch.device) -> str:

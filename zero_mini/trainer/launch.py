@@ -1,4 +1,4 @@
-"""How ranks start and end. Which rank is this, which device does it use, and do all ranks have the same options?
+"""How ranks start and end. Which rank is this, and do all ranks have the same options?
 
 torchrun gives each process its place in environment variables (RANK, WORLD_SIZE, MASTER_ADDR and so on); a process
 without them is a job of one rank.
@@ -82,25 +82,6 @@ def find_place(environ: Mapping[str, str]) -> Place:
             f"RANK is {rank} and WORLD_SIZE is {world_size}, but ranks count from 0 to {last}; torchrun sets both"
         )
     return Place(rank, world_size, local_rank, local_world_size)
-
-
-def find_device(device: str, backend: str, place: Place) -> tuple[torch.device, str]:
-    """This rank's device and the backend of its collectives; "auto" takes GPUs and NCCL where there are any.
-
-    ValueError, and no fallback, if there are too few GPUs for the ranks.
-    """
-    gpus = torch.cuda.device_count()
-    if device == "auto":
-        device = "cuda" if gpus and backend != "gloo" else "cpu"
-    if backend == "auto":
-        backend = "nccl" if device == "cuda" else "gloo"
-    if backend == "nccl" and place.local_world_size > gpus:
-        raise ValueError(
-            f"nccl needs one GPU a rank: {place.local_world_size} ranks, {gpus} GPUs; use --backend gloo --device cpu"
-        )
-    if (device == "cuda") != (backend == "nccl"):
-        raise ValueError(f"--device {device} does not go with --backend {backend}: nccl is for GPUs, gloo for the CPU")
-    return torch.device(device, place.local_rank if device == "cuda" else None), backend
 
 
 def open_store(place: Place, environ: Mapping[str, str], time_out: timedelta) -> dist.Store:

@@ -26,7 +26,7 @@ class Options:
     """
 
     stage: int = option(2, "of ZeRO; 0 is plain data parallelism", choices=(0, 1, 2, 3))
-    model: str = option("nano", "a preset shape; --L, --d, --heads change it", choices=tuple(PRESETS))
+    model: str = option("nano", "a preset shape; --L, --width, --heads change it", choices=tuple(PRESETS))
     L: int | None = option(None, "blocks", least=1)
     # Up to Python 3.11 torchrun rejects "--d", even after the script's name: it is a prefix of two of its own flags.
     d: int | None = option(None, "channels, a multiple of --heads", least=1, also=("--width",))

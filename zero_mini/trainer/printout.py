@@ -1,14 +1,20 @@
-"""What rank 0 prints: before the first step the model and the step, after the last one memory and communication."""
+"""What rank 0 prints before the first step and after the last one: the model and the step; then costs and a sample.
+
+Left out: the lines of the steps in between, which `fit` of train_gpt.py prints.
+"""
+
+import torch
 
 from zero_mini.comm import Call
 from zero_mini.memory.inventory import waiting_places
 from zero_mini.script import Script
+from zero_mini.trainer import text
 from zero_mini.trainer.gpt import parameter_count
-from zero_mini.trainer.job import DTYPES, Job
+from zero_mini.trainer.job import DTYPES, PROMPT_TOKENS, Job
 from zero_mini.trainer.launch import Place
 from zero_mini.trainer.options import Options
 from zero_mini.trainer.report import cost_table, host_peak_bytes, readable
-from zero_mini.trainer.screen import fill
+from zero_mini.trainer.screen import fill, printable
 
 ABOUT_SLOTS = (
     "communication: the buffers that blocks are gathered into, two of them however many blocks there are, and the "
@@ -34,7 +40,11 @@ def describe(options: Options, job: Job, place: Place) -> str:
 
 
 def print_costs(options: Options, job: Job, zero: Script, memory: dict[str, dict], calls: list[Call]) -> None:
-    """Print memory and communication, as `fit` returned them, beside the paper's; and other costs of memory."""
+    """Print memory and communication beside the paper's formulas; then host memory, activations and the loss scale.
+
+    memory    place -> category -> bytes, after the last backward
+    calls     the collectives of the last step
+    """
     if memory:  # there was a step
         psi, itemsize = parameter_count(job.config), DTYPES[job.precision].itemsize
         print()
@@ -52,3 +62,11 @@ def print_costs(options: Options, job: Job, zero: Script, memory: dict[str, dict
     if zero.scaler is not None:
         scale, skipped = zero.scaler.scale, zero.scaler.skipped
         print(f"\nloss scale: {scale:g} at the end; steps skipped for an overflow: {skipped}")
+
+
+def print_results(options: Options, at_start: float, at_end: float, sample: torch.Tensor) -> None:
+    """Print the validation loss before and after the training, and `sample` (tokens: the prompt, then new ones)."""
+    print(f"\nvalidation loss: {at_start:.3f} at the start, {at_end:.3f} at the end")
+    if options.sample_length:
+        opening, continuation = (printable(text.decode(part)) for part in sample.tensor_split([PROMPT_TOKENS]))
+        print(f"\nthe held-out text begins:\n{fill(opening)}\n\nthe model goes on:\n{fill(continuation)}")

@@ -9,7 +9,7 @@
     6       reduce_scatter  root         8768    end_step(): `last_step` has all of these now
 
 All claims about the wire are tested against these counts. The order has to be the same on every rank. So the ledger
-keeps a digest, one number for all launches, which ranks compare once a step (`Comm.agree`); and it publishes this
+keeps a digest, one number for all launches, which ranks compare once a step (`HostWords.agree`); and it publishes this
 rank's position for the other ranks, in case a collective fails (lost_ranks.py).
 
 Left out: times of computation. An evaluation's calls are numbered and digested, but are not part of a step's `calls`.
@@ -73,7 +73,7 @@ class Ledger:
         if self.whereabouts is not None:
             self.whereabouts.begin_page(self.steps, self.number)
 
-    def note(self, kind: str, unit: str, buffer: torch.Tensor) -> tuple[Call, Position, Whereabouts | None]:
+    def note(self, kind: str, unit: str, buffer: torch.Tensor) -> tuple[Call, Position]:
         """Enter a collective before its launch, because gloo ends the process if sizes differ. Publish it too."""
         purpose = self.purpose or ("" if self.recording else "a forward without gradients")
         key = (kind, unit, buffer.numel(), buffer.element_size(), purpose)

@@ -158,9 +158,8 @@ def wait(work: dist.Work, what: str, position: Position, whereabouts: Whereabout
                 work.wait(patience)
                 return
             except RuntimeError as error:
-                if work.is_completed() or "Operation timed out" not in str(
-                    error
-                ):  # it has failed; else it is only late
+                is_late = not work.is_completed() and "Operation timed out" in str(error)
+                if not is_late:
                     raise
             if message := whereabouts.first_difference():
                 raise LostRank(message)
