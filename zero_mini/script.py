@@ -206,7 +206,7 @@ class Script:
         loss_scale.look_for_overflow(self)
 
     def check_step(self) -> None:
-        """RuntimeError if gradients or parameters were written from outside, or ranks launched different collectives."""
+        """RuntimeError if gradients or parameters were written from outside, or ranks sent different collectives."""
         state_dict.close_broken_calls(self)
         self.model_layout.check()
         agreement.agree(self)
