@@ -81,7 +81,7 @@ class Script:
     sharded: tuple[str, ...] = ()  # what each rank has 1/N of: "optimizer", "gradients", "parameters"
 
     def __init__(self, model, optimizer, units, comm, dtype, device, scaler=None, make_update=OnDevice):
-        """Every attribute is born here, or in the stage's own __init__; zeroify.py then takes the parameters over.
+        """Every attribute is created here, or in the stage's own __init__; zeroify.py then takes the parameters over.
 
         make_update    make_update(self) builds `self.update`; zeroify() passes it as a keyword. A stage may take it
                        out of its arguments and pass a subclass of OnDevice: SixteenBitShard in comparison/ablations.py.
@@ -99,8 +99,8 @@ class Script:
         self.factor = Factor(scaler)  # by which gradients are still to be multiplied
         self.backward = Backward()
         self.syncing = True  # a backward sends its gradients: False under no_sync()
-        self.means_due = False  # gradients were reduced that the pieces have not been given
-        self.pieces_open = False  # the optimizer may read and write its pieces: in a step alone
+        self.means_due = False  # the pieces have not been given all gradients that were reduced
+        self.pieces_open = False  # the optimizer may read and write its pieces: only during a step
         self.buffers_due = True  # the next forward makes buffers equal
         self.showing_whole = False  # under full_params(), where hooks do nothing
         self.open_calls: list[contextlib.ExitStack] = []  # of state_dict(); a module's lies inside its parent's
