@@ -10,6 +10,7 @@ import math
 import re
 import tokenize
 from pathlib import Path
+from statistics import median
 
 import pytest
 import tables
@@ -91,6 +92,7 @@ def detailed_row(system: str, score: dict, row: dict) -> list[str]:
     return [*cells, peak, reserved]
 
 
+STAGES = [f"zero-{stage}" for stage in range(4)]
 RUNS = {name: entry for name, entry in WORKS.items() if name != "1.5B offload"}
 RUNS |= {f"{name}, rank 0 of {entry['rank_of']}": entry for name, entry in recorded("alone")["works"].items()}
 
@@ -110,6 +112,29 @@ def test_speeds_are_those_of_the_recorded_runs(title):
         assert (machine["cards"], card(machine)) == (1, "H200")
     else:
         assert f"{machine['cards']} x {card(machine)}" in section and f"batch {about['batch']}" in section + title
+
+
+def test_the_summary_of_speeds_is_that_of_the_recorded_runs():
+    scores = [(name, WORKS[name]["scores"]) for name in WORKS if name not in ("ablations", "1.5B offload")]
+    over_ddp = [of[stage].get("x_ddp") for _, of in scores for stage in STAGES if stage in of]
+    over_baseline = [of[stage].get("over_baseline") for _, of in scores for stage in STAGES[1:] if stage in of]
+    over_fsdp2 = {name: of["zero-3"]["tokens_s"] / of["fsdp2"]["tokens_s"] for name, of in scores}
+    waiting = ("1.5B", "1.5B on H200", "350M batch 8", "1.5B compiled")  # there FSDP2 waits for its host
+    for ratios in (
+        [ratio for ratio in over_ddp if ratio],
+        [ratio for ratio in over_baseline if ratio],
+        [over_fsdp2[name] for name in waiting],
+        [ratio for name, ratio in over_fsdp2.items() if name not in waiting],
+    ):
+        assert not missing(f"{min(ratios):.2f}", f"{max(ratios):.2f}")
+
+
+def test_other_runs_are_those_of_the_record():
+    for run in recorded("speed_other_runs")["runs"]:
+        systems = run["systems"]
+        for part in (("zero-0", "zero-1", "zero-2", "zero-3"), ("zero-3", "fsdp2"), ("plain", BASELINE)):
+            if set(part) <= set(systems):
+                assert not missing(*(f"{median(systems[name]['step_ms']):.1f}" for name in part))
 
 
 def test_speeds_on_the_front_page_are_those_of_the_recorded_run():
