@@ -53,7 +53,7 @@ FILE ?= notebooks/my_zero.py
 grade: .venv/installed-lessons
 	@.venv/bin/python -m zero_mini.course.judge "$(FILE)" $(ARGS)
 
-# What ZeRO is not: every experiment of zero_mini/laboratory, a table, and zero_mini/measured/myths.json. Five minutes or more.
+# What ZeRO is not: every experiment of zero_mini/laboratory, a table, and runs/myths.json. About three minutes.
 myths: .venv/installed
 	.venv/bin/python -m zero_mini.laboratory $(ARGS)
 

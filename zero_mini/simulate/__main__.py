@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from zero_mini.simulate.measure import report
 from zero_mini.simulate.setup import DTYPES, SHAPES, SPLIT_ABOVE, Setup, memory_bytes, shape
 from zero_mini.trainer.launch import first_line
+from zero_mini.trainer.report import check_file
 from zero_mini.trainer.screen import fill, safe_streams
 
 
@@ -67,14 +67,6 @@ def machine(device: str) -> dict[str, object]:
     }
 
 
-def check_writable(path: str) -> None:
-    """An OSError now, and not after the run. A file that was not there is not left."""
-    new = not os.path.lexists(path)
-    open(path, "a").close()
-    if new:
-        os.remove(path)
-
-
 def main(argv: list[str] | None = None) -> int:
     """The exit status: 0; 1 for an out-of-memory; 2 with one line on stderr for what cannot be."""
     with safe_streams():
@@ -85,7 +77,7 @@ def run(argv: list[str]) -> int:
     try:
         setup, chosen = parse(argv)
         if chosen.json:
-            check_writable(chosen.json)
+            check_file("--json", chosen.json)
         about, result = setup.run(chosen.steps)
     except (ValueError, OSError) as error:
         print(f"simulate: error: {first_line(error)}", file=sys.stderr)
