@@ -1,4 +1,4 @@
-"""python -m zero_mini.course.judge FILE [--stages 0 1] [--json FILE]; status 0: all points, 1: fewer, 2: nothing judged."""
+"""python -m zero_mini.course.judge FILE [--stages 0 1] [--json FILE]. Status: 0 all points, 1 fewer, 2 not judged."""
 
 import argparse
 import sys
