@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import difflib
 import math
 import typing
 from dataclasses import dataclass
@@ -154,7 +155,13 @@ def parse(argv: list[str]) -> Options:
         shown = "|".join(map(str, choices)) if choices else {int: "N", float: "X", str: "PATH"}[kind(f)]
         names, meaning = (flag(f), *f.metadata["also"]), f.metadata["help"] + default
         parser.add_argument(*names, default=f.default, metavar=shown, help=meaning)
-    values = vars(parser.parse_args(argv))
+    values, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [name for f in dataclasses.fields(Options) for name in (flag(f), *f.metadata["also"])]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, 1)
+        remedy = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"unrecognized arguments: {' '.join(unknown)}; {remedy}--help lists the flags")
+    values = vars(values)
     for f in dataclasses.fields(Options):
         if isinstance(values[f.name], str) and kind(f) in (int, float):
             try:

@@ -195,6 +195,8 @@ class Folder:
 
 def load_weights(path: Path, config: GPTConfig) -> dict[str, torch.Tensor]:
     """The weights that `Folder.save` wrote, memory-mapped; ValueError if the file is not of such a model."""
+    if not path.exists():
+        raise ValueError(f"--init-from {path} does not exist; give the weights.pt or model.safetensors of a run")
     if path.suffix == ".safetensors":
         return import_gpt2(path, config)
     try:
