@@ -37,7 +37,7 @@ matrix:
 	$(PYTHON) tests/matrix.py $(ARGS)
 
 course: .venv/installed-lessons
-	.venv/bin/jupyter lab notebooks
+	.venv/bin/jupyter lab $(ARGS) notebooks
 
 # For who changes a lesson: run them all again, in place.
 lessons: .venv/installed-lessons
