@@ -37,7 +37,7 @@ matrix:
 	$(PYTHON) tests/matrix.py $(ARGS)
 
 course: .venv/installed-lessons
-	.venv/bin/jupyter lab notebooks
+	.venv/bin/jupyter lab $(ARGS) notebooks
 
 # For who changes a lesson: run them all again, in place.
 lessons: .venv/installed-lessons
@@ -53,7 +53,7 @@ FILE ?= notebooks/my_zero.py
 grade: .venv/installed-lessons
 	@.venv/bin/python -m zero_mini.course.judge "$(FILE)" $(ARGS)
 
-# What ZeRO is not: every experiment of zero_mini/laboratory, a table, and zero_mini/measured/myths.json. Five minutes or more.
+# What ZeRO is not: every experiment of zero_mini/laboratory, a table, and runs/myths.json. About three minutes.
 myths: .venv/installed
 	.venv/bin/python -m zero_mini.laboratory $(ARGS)
 
@@ -73,11 +73,16 @@ lint: .venv/installed-lint
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
+# The Python of the environment, or the one that would make it. A venv that could not be made is not left half done.
+HERE = $(or $(wildcard .venv/bin/python),$(PYTHON))
 .venv/installed-test: EXTRA = [test,lessons,strangers,student]
 .venv/installed-lessons: EXTRA = [lessons]
 .venv/installed-student: EXTRA = [lessons,student]
 .venv/installed-lint: EXTRA = [lint]
 .venv/installed .venv/installed-test .venv/installed-lessons .venv/installed-student .venv/installed-lint: pyproject.toml
-	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	@$(HERE) -c "import sys; sys.exit(sys.version_info < (3, 10))" || { \
+		echo "make: Python 3.10 or newer is needed, and $(HERE) is $$($(HERE) --version 2>&1 || true)"; \
+		echo "make: remove .venv if it is there, and name a newer one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 	.venv/bin/python -m pip install --editable ".$(EXTRA)"
 	touch $@

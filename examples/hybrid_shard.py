@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, choices=range(4), default=3)
     options = parser.parse_args()
     dist.init_process_group("gloo")
-    if dist.get_world_size() % options.ranks_per_node:
+    if options.ranks_per_node < 1 or dist.get_world_size() % options.ranks_per_node:
         parser.error(f"{dist.get_world_size()} ranks are not a multiple of --ranks-per-node {options.ranks_per_node}")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)), nn.Linear(64, 1))

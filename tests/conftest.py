@@ -29,6 +29,8 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
 @pytest.fixture(scope="module")
 def nccl():
     """Two ranks, one GPU each."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, has {torch.cuda.device_count()}")
     with Ranks(2, backend="nccl", timeout_s=240) as pool:
         yield pool
 

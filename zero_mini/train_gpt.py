@@ -96,7 +96,8 @@ def train(options: Options, job: Job, place: Place) -> None:
         try:
             checkpoints = Checkpoints(Path(options.out), zero, options.keep, start_step, options.save_in_background)
         except CheckpointError as error:
-            raise Refusal(f"--out: {first_line(error)} (go on: --resume auto)") from error
+            hint = " (go on: --resume auto)" if "later than step" in str(error) else ""
+            raise Refusal(f"--out: {first_line(error)}{hint}") from error
     shape = dataclasses.asdict(job.config)
     config = {**dataclasses.asdict(options), "model_shape": shape, "world_size": place.world_size}
     folder = Folder(Path(options.out) if options.out and is_rank_0 else None, config, start_step, options.tensorboard)
@@ -111,6 +112,8 @@ def train(options: Options, job: Job, place: Place) -> None:
     memory, calls = fit(zero, scheduler, options, job, folder, start_step, saving)
     at_end = validate(zero, job)
     folder.note(step=options.steps, validation_loss=at_end)
+    if not math.isfinite(at_end):  # on all ranks alike; the last update may be the one that did it
+        raise Refusal(f"validation loss is {at_end} after step {options.steps}; lower --lr ({options.lr:g})")
     generator = torch.Generator().manual_seed(options.seed)  # the same on all ranks, as generate() requires
     sample = generate(zero.model, job.prompt, options.sample_length, temperature=0.8, generator=generator)[0].cpu()
     if checkpoints:  # save before printing, which may fail

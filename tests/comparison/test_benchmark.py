@@ -364,7 +364,7 @@ def test_every_work_asks_for_systems_that_exist_and_for_one_to_compare_with():
         assert BASELINE in work.systems
 
 
-def test_a_work_for_gpus_is_refused_where_there_is_none(monkeypatch, capsys):
+def test_a_work_for_gpus_is_refused_where_there_is_none(monkeypatch, capsys, tmp_path):
     """It would try to train 1.5 billion parameters on the CPU, once for each system."""
     for gpus in (0, 2):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
@@ -372,8 +372,9 @@ def test_a_work_for_gpus_is_refused_where_there_is_none(monkeypatch, capsys):
     assert benchmark.parse(["--work", "1.5B"]).ranks == 2
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SystemExit):
-        benchmark.parse(["--work", "cpu", "1.5B"])
+        benchmark.parse(["--work", "cpu", "1.5B", "--out", str(tmp_path / "speed")])
     assert tells(capsys.readouterr().err, "--work", "1.5B", "--work cpu")
+    assert not (tmp_path / "speed").exists()
 
 
 def test_the_picture_shows_every_system_or_the_reason(tmp_path):

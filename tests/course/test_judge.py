@@ -142,6 +142,14 @@ def test_a_file_without_a_stage_is_refused_in_one_line(text, named, tmp_path, mo
     assert named in said and len(said.splitlines()) == 1
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_grading(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["judge", str(SOLUTION), "--json", "/dev/null/report.json"])
+    monkeypatch.setattr("zero_mini.course.judge.__main__.judge", lambda *_: pytest.fail("it graded"))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and "/dev/null/report.json" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_make_grade_s_command_has_a_status(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["judge", str(tmp_path / "none.py")])
     monkeypatch.delitem(sys.modules, "zero_mini.course.judge.__main__")

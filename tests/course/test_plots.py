@@ -610,3 +610,42 @@ def test_lines_and_dots_lie_where_they_are_and_share_a_colour_if_they_share_a_na
     a, b = (to_hex(dots.get_facecolor()[0]) for dots in axes.collections)
     assert a == colours[1] != colours[0] and b not in colours
     assert {"stage 0", "a", "b"} <= set(texts(figure))
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def page_of(record):
+    return frame.page(1.0, record["title"])
+
+
+@pytest.mark.parametrize(
+    "record, picture, named",
+    [
+        ("none.json", "a.png", "none.json cannot be read"),
+        ("other.json", "a.png", "other.json is not a record of this picture"),
+        ("text.json", "a.png", "text.json is not a record of this picture"),
+        ("one.json", "none/a.png", "none/a.png cannot be written"),
+        ("one.json", "a.abc", "a.abc cannot be written"),
+    ],
+)
+def test_a_command_that_cannot_draw_says_so_in_one_line(record, picture, named, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("one", '{"title": "One"}'), ("other", "{}"), ("text", "not json")):
+        (tmp_path / f"{name}.json").write_text(text)
+    monkeypatch.setattr("sys.argv", ["plots", record, picture])
+    with pytest.raises(SystemExit) as ended:
+        frame.draw_a_record(page_of)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and named in said and said.count("\n") == 1
+
+
+def test_a_command_draws_the_record_it_is_given(tmp_path, monkeypatch, capsys):
+    (tmp_path / "one.json").write_text('{"title": "One"}')
+    monkeypatch.setattr("sys.argv", ["plots", str(tmp_path / "one.json"), str(tmp_path / "one.png")])
+    frame.draw_a_record(page_of)
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("sys.argv", ["plots"])
+    with pytest.raises(SystemExit):
+        frame.draw_a_record(page_of)
+    assert "RECORD.json" in capsys.readouterr().err

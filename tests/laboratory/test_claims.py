@@ -10,7 +10,7 @@ import torch
 
 from zero_mini.course.lesson import recorded
 from zero_mini.laboratory import claims
-from zero_mini.laboratory.__main__ import EXPERIMENTS, table
+from zero_mini.laboratory.__main__ import EXPERIMENTS, RECORD, main, table
 from zero_mini.laboratory.rows import rows
 from zero_mini.laboratory.verdict import compared, merge
 
@@ -153,3 +153,20 @@ def test_the_page_of_facts_has_the_recorded_table():
     assert table(recorded("myths")["myths"]["results"], to_read=False) in page
     papers = re.findall(r"\[([\d.]+)\]\(https://arxiv\.org/abs/([\d.]+)\)", page)
     assert papers and all(shown == linked and re.fullmatch(r"\d{4}\.\d{5}", shown) for shown, linked in papers)
+
+
+def test_a_reader_s_own_run_leaves_the_committed_record_as_it_was(tmp_path, monkeypatch, capsys):
+    before = RECORD.read_bytes()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zero_mini.laboratory.__main__.measure", lambda: recorded("myths")["myths"]["results"])
+    main([])
+    own = json.loads((tmp_path / "runs" / "myths.json").read_text())
+    assert own["myths"] == recorded("myths")["myths"] and RECORD.read_bytes() == before
+    assert "runs/myths.json" in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_experiments(monkeypatch, capsys):
+    monkeypatch.setattr("zero_mini.laboratory.__main__.measure", lambda: pytest.fail("it ran"))
+    with pytest.raises(SystemExit) as ended:
+        main(["--out", "/dev/null/myths.json"])
+    assert ended.value.code == 2 and "/dev/null/myths.json" in capsys.readouterr().err.splitlines()[-1]

@@ -434,6 +434,9 @@ def test_live_and_peak_are_those_of_the_profiler(options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_on_cuda_the_recorder_agrees_with_the_allocator_to_the_byte(use_reentrant):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
     def run():
         with torch.device("cuda"):
             model = Tower(256, 6, use_reentrant)

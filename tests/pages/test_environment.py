@@ -54,6 +54,11 @@ def test_environment_yml_says_what_pyproject_toml_says():
     assert yaml.safe_load(ENVIRONMENT)["name"] == PROJECT["name"]
 
 
+def test_make_asks_for_the_python_that_pyproject_toml_asks_for():
+    major, minor = re.search(r"sys.version_info < \((\d+), (\d+)\)", (ROOT / "Makefile").read_text()).groups()
+    assert PROJECT["requires-python"] == f">={major}.{minor}"
+
+
 SMALL_PROJECT = {
     "name": "small",
     "requires-python": ">=3.10",

@@ -74,6 +74,7 @@ def test_the_trainer_refuses_in_one_line_what_cannot_be_pretended(alone, capsys,
         ("--L 1 --json /dev/null/one.json", "/dev/null/one.json"),
         ("--steps 3", "got 3"),
         ("--stage 4", "stage"),
+        ("--stgae 3", "--stage?"),
         ("--d 101", "multiple of heads"),
     ],
 )

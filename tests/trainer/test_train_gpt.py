@@ -258,7 +258,8 @@ def test_flags_and_options_are_the_same_thing():
         ("--global-batch 0", ["--global-batch", 1, 0]),
         ("--time-out nan", ["--time-out", "nan"]),
         ("--model 7B", ["--model", "nano", "124M", "350M", "774M", "1.5B", "7B"]),
-        ("--step 5", ["--step 5"]),
+        ("--step 5", ["--step 5", "--steps"]),
+        ("--stgae=2", ["--stgae=2", "--stage"]),
         ("--d 130 --heads 4", ["d=130", "heads=4", 128, 132]),  # the nearest that would do
         ("--data nowhere.txt", ["nowhere.txt"]),
         ("--init-from nowhere.pt", ["--init-from", "nowhere.pt"]),
@@ -345,6 +346,27 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(alone, capsys
     assert stop.value.code == 2
     last_line = capsys.readouterr().err.splitlines()[-1]
     assert tells(last_line, "train_gpt.py: error:", "nan", "step 2", "rank 0", "--lr", "1e+30")
+
+
+@pytest.mark.parametrize("more", [["--lr", "1e+30"], ["--lr", "1e+09", "--steps", "4", "--precision", "fp16"]])
+def test_a_model_that_the_last_update_broke_is_said_before_it_writes_a_text(alone, capsys, more):
+    with pytest.raises(SystemExit) as stop:
+        main([*TINY, "--steps", "1", "--warmup", "0", "--sample-length", "4", *more])
+    assert stop.value.code == 2
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert tells(last_line, "train_gpt.py: error:", "validation loss", "nan", "--lr", more[1])
+
+
+def test_a_folder_with_the_weights_of_a_run_that_ended_is_not_written_over(alone, capsys, tmp_path):
+    argv = [*TINY, "--steps", "1", "--out", str(tmp_path)]
+    main(argv)
+    written = (tmp_path / "weights.pt").read_bytes()
+    capsys.readouterr()
+    said = refusal(capsys, *argv, "--seed", "1")
+    assert tells(said, tmp_path, "weights.pt") and "--resume" not in said
+    (tmp_path / "step-1").mkdir()
+    assert tells(refusal(capsys, *argv), "--resume auto")
+    assert (tmp_path / "weights.pt").read_bytes() == written
 
 
 # --- ranks that do not fit together -----------------------------------------------------------

@@ -129,6 +129,7 @@ import io
 import json
 import os
 import shlex
+import tempfile
 from collections.abc import Callable, Sequence
 from statistics import median
 
@@ -263,11 +264,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--rounds and --ranks must be at least 1")
     if not options.limit > 0:
         parser.error(f"--limit must be a number of seconds > 0 (got {options.limit:g})")
-    if options.out:
-        try:
-            options.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            parser.error(f"--out {options.out}: {error.strerror}; give a folder")
     if options.alone is not None:
         if options.alone < 2:
             parser.error(f"--alone N: a rank of N >= 2 (got {options.alone})")
@@ -276,6 +272,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in options.work if not gpus else ():
         if WORKS[name].bf16:
             parser.error(f'--work "{name}" is for GPUs, and torch finds none here; --work cpu runs without')
+    if options.out:  # last: what is refused leaves no folder
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=options.out):
+                pass
+        except OSError as error:
+            parser.error(f"--out {options.out} cannot be written to: {error.strerror}; choose another folder")
     return options
 
 

@@ -11,7 +11,7 @@
     rows.py          the table: a verdict from each number; rows_of_systems.py and verdict.py have its parts
     __main__.py      runs them all
 
-    make myths       runs __main__.py: writes measured/myths.json, prints claim, experiment, number and verdict
+    make myths       runs __main__.py: writes runs/myths.json, prints claim, experiment, number and verdict
 
 None of this is part of the book: nothing there imports it.
 """

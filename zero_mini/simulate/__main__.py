@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -11,6 +10,8 @@ import torch
 from zero_mini.simulate.measure import report
 from zero_mini.simulate.setup import DTYPES, SHAPES, SPLIT_ABOVE, Setup, memory_bytes, shape
 from zero_mini.trainer.launch import first_line
+from zero_mini.trainer.options import unrecognized
+from zero_mini.trainer.report import check_file
 from zero_mini.trainer.screen import fill, safe_streams
 
 
@@ -37,7 +38,9 @@ def parse(argv: list[str]) -> tuple[Setup, argparse.Namespace]:
     parser.add_argument("--own-slice", action="store_true", help="the trap: absent ranks send this rank's slice")
     parser.add_argument("--memory", type=float, metavar="GB", help="of a smaller GPU (1e9 bytes)")
     parser.add_argument("--json", metavar="FILE", help="write what was measured")
-    chosen = parser.parse_args(argv)
+    chosen, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise ValueError(unrecognized(unknown, [f"--{name.replace('_', '-')}" for name in vars(chosen)]))
     if chosen.steps not in (1, 2) or chosen.batch < 1 or chosen.split < 0:
         got = f"{chosen.steps}, {chosen.batch} and {chosen.split}"
         raise ValueError(f"--steps must be 1 or 2, --batch at least 1, --split at least 0 (got {got})")
@@ -67,14 +70,6 @@ def machine(device: str) -> dict[str, object]:
     }
 
 
-def check_writable(path: str) -> None:
-    """An OSError now, and not after the run. A file that was not there is not left."""
-    new = not os.path.lexists(path)
-    open(path, "a").close()
-    if new:
-        os.remove(path)
-
-
 def main(argv: list[str] | None = None) -> int:
     """The exit status: 0; 1 for an out-of-memory; 2 with one line on stderr for what cannot be."""
     with safe_streams():
@@ -85,7 +80,7 @@ def run(argv: list[str]) -> int:
     try:
         setup, chosen = parse(argv)
         if chosen.json:
-            check_writable(chosen.json)
+            check_file("--json", chosen.json)
         about, result = setup.run(chosen.steps)
     except (ValueError, OSError) as error:
         print(f"simulate: error: {first_line(error)}", file=sys.stderr)

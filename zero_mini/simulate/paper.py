@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 
 from zero_mini.memory.formulas import largest_model
-from zero_mini.simulate.__main__ import check_writable, machine
+from zero_mini.simulate.__main__ import machine
 from zero_mini.simulate.measure import report
 from zero_mini.simulate.setup import SHAPES, Setup, memory_bytes, shape
 from zero_mini.trainer.gpt import GPTConfig
 from zero_mini.trainer.launch import first_line
-from zero_mini.trainer.report import readable
+from zero_mini.trainer.report import check_file, readable
 from zero_mini.trainer.screen import fill
 
 TABLE_1 = {  # N -> GB at stages 1, 2, 3, as printed
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
         if chosen.what == "figure1":
             base = dataclasses.replace(base, config=config)
         if chosen.json:
-            check_writable(chosen.json)
+            check_file("--json", chosen.json)
         runs: list[dict] = []
         for each in commands[chosen.what](base):
             runs.append(each)

@@ -128,7 +128,7 @@ def judge_all(store: dist.Store, place: Place, time_out: timedelta) -> str | Non
         missing = [name for name in names if not store.check([name])]
         verdict = (
             f"{len(names) - len(missing)} of {len(names)} ranks arrived within {time_out.total_seconds():g} s; "
-            f"missing: {', '.join(missing)}"
+            f"missing: {', '.join(missing)}; start them too, or let torchrun --standalone start all"
         )
     store.set("verdict", json.dumps(verdict))
     return verdict
@@ -213,7 +213,9 @@ def leave(refusal: Refusal, place: Place, store: dist.Store | None, environ: Map
         with contextlib.suppress(dist.DistError):
             if place.rank == 0:
                 store.set("said", "")
-                store.wait(answers, timedelta(seconds=2))
+                until = time.monotonic() + 2
+                while time.monotonic() < until and not store.check(answers):  # wait() would print torch's warnings
+                    time.sleep(0.02)
             else:
                 store.wait(["said"], timedelta(seconds=10))
                 store.set(f"heard {place.rank}", "")

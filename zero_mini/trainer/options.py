@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import difflib
 import math
 import typing
 from dataclasses import dataclass
@@ -138,6 +139,17 @@ def flag(f: dataclasses.Field) -> str:
     return "--" + f.name.replace("_", "-")
 
 
+def unrecognized(unknown: list[str], flags: list[str]) -> str:
+    """What to say of arguments that no flag takes.
+
+    >>> unrecognized(["--stgae", "2"], ["--stage", "--steps"])
+    'unrecognized arguments: --stgae 2; did you mean --stage? --help lists the flags'
+    """
+    near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, 1)
+    remedy = f"did you mean {near[0]}? " if near else ""
+    return f"unrecognized arguments: {' '.join(unknown)}; {remedy}--help lists the flags"
+
+
 def parse(argv: list[str]) -> Options:
     """Arguments -> Options; ValueError, in one line, for an unknown flag or an impossible value."""
 
@@ -154,7 +166,11 @@ def parse(argv: list[str]) -> Options:
         shown = "|".join(map(str, choices)) if choices else {int: "N", float: "X", str: "PATH"}[kind(f)]
         names, meaning = (flag(f), *f.metadata["also"]), f.metadata["help"] + default
         parser.add_argument(*names, default=f.default, metavar=shown, help=meaning)
-    values = vars(parser.parse_args(argv))
+    values, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [name for f in dataclasses.fields(Options) for name in (flag(f), *f.metadata["also"])]
+        raise ValueError(unrecognized(unknown, flags))
+    values = vars(values)
     for f in dataclasses.fields(Options):
         if isinstance(values[f.name], str) and kind(f) in (int, float):
             try:

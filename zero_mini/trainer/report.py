@@ -119,7 +119,19 @@ def check_folder(folder: Path, needed_bytes: int) -> None:
         raise ValueError(f"--out {folder} cannot be written to: {error.strerror}; choose another folder") from error
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
-        raise ValueError(f"--out {folder}: {readable(needed_bytes)} needed, {readable(free_bytes)} free")
+        room = f"{readable(needed_bytes)} needed, {readable(free_bytes)} free"
+        raise ValueError(f"--out {folder}: {room}; make room, or choose a folder on another disk")
+
+
+def check_file(flag: str, path: str | Path) -> None:
+    """ValueError now, and not after the run, unless the file can be written. A file that was not there is not left."""
+    new = not os.path.lexists(path)
+    try:
+        open(path, "a").close()
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be written to: {error.strerror}; choose another file") from error
+    if new:
+        os.remove(path)
 
 
 class Folder:
@@ -183,6 +195,8 @@ class Folder:
 
 def load_weights(path: Path, config: GPTConfig) -> dict[str, torch.Tensor]:
     """The weights that `Folder.save` wrote, memory-mapped; ValueError if the file is not of such a model."""
+    if not path.exists():
+        raise ValueError(f"--init-from {path} does not exist; give the weights.pt or model.safetensors of a run")
     if path.suffix == ".safetensors":
         return import_gpt2(path, config)
     try:

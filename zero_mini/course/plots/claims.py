@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from zero_mini.course.plots.frame import LETTER_IN, WIDTH_IN, page, panel, write
+from zero_mini.course.plots.frame import LETTER_IN, WIDTH_IN, draw_a_record, page, panel, write
 from zero_mini.course.plots.palette import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -135,13 +135,12 @@ def number(value: float) -> str:
 
 
 if __name__ == "__main__":  # python -m zero_mini.course.plots.claims zero_mini/measured/myths.json myths.png
-    import json
-    import sys
-
     from zero_mini.laboratory.rows import about_zero
 
-    with open(sys.argv[1]) as file:
-        record = json.load(file)
-    machine, found = record["machine"], about_zero(record["myths"]["results"])
-    note = f"{machine['cores']} cores of a CPU, torch {machine['torch']}, {machine['backend']}; blue: stages of ZeRO"
-    draw_claims(found, "What people say of ZeRO, and what was measured", note).savefig(sys.argv[2], dpi=160)
+    def draw(record: dict) -> Figure:
+        machine, found = record["machine"], about_zero(record["myths"]["results"])
+        where = f"{machine['cores']} cores of a CPU, torch {machine['torch']}, {machine['backend']}"
+        note = f"{where}; blue: stages of ZeRO"
+        return draw_claims(found, "What people say of ZeRO, and what was measured", note)
+
+    draw_a_record(draw, dpi=160)

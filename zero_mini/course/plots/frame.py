@@ -7,9 +7,11 @@ Left out: pictures whose size depends on the number of bars (speed.py, per_param
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from zero_mini.course.plots.palette import FAINT, INK, NEUTRAL
 
@@ -127,3 +129,34 @@ def _first(cluster: list[int], places: Sequence[float], gap: float) -> float:
 
 def _last(cluster: list[int], places: Sequence[float], gap: float) -> float:
     return _first(cluster, places, gap) + (len(cluster) - 1) * gap
+
+
+def draw_a_record(draw: Callable[[dict], Figure], **options) -> None:
+    """The command `python -m zero_mini.course.plots.NAME RECORD.json PICTURE.png`; options of savefig.
+
+    What cannot be read, drawn or written ends it with one line and status 2.
+    """
+    if len(sys.argv) != 3:
+        refuse(f"needs two files, RECORD.json and PICTURE.png (got {len(sys.argv) - 1})")
+    record, picture = sys.argv[1:]
+    try:
+        with open(record) as file:
+            figure = draw(json.load(file))
+    except OSError as error:
+        refuse(f"{record} cannot be read: {error.strerror}; give a record, as those of zero_mini/measured")
+    except ImportError as error:
+        refuse(f'{error}; pip install -e ".[lessons]"')
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        refuse(f"{record} is not a record of this picture ({reason}); give one of zero_mini/measured")
+    try:
+        figure.savefig(picture, **options)
+    except OSError as error:
+        refuse(f"{picture} cannot be written: {error.strerror}; choose another file")
+    except ValueError as error:  # an ending that is no format of a picture
+        refuse(f"{picture} cannot be written: {error}")
+
+
+def refuse(reason: str) -> NoReturn:
+    print(f"zero_mini.course.plots: error: {reason}", file=sys.stderr)
+    sys.exit(2)

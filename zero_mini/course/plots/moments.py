@@ -15,7 +15,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zero_mini.course.plots.frame import LETTER_IN, cards, page, panel, scale, three_digits, unit_of, words
+from zero_mini.course.plots.frame import (
+    LETTER_IN,
+    cards,
+    draw_a_record,
+    page,
+    panel,
+    scale,
+    three_digits,
+    unit_of,
+    words,
+)
 from zero_mini.course.plots.palette import CATEGORY, FAINT, INK, NEUTRAL, text_on
 from zero_mini.memory.recorder import Recorder
 
@@ -222,8 +232,4 @@ def roomiest(
 
 
 if __name__ == "__main__":  # python -m zero_mini.course.plots.moments RECORD.json PICTURE.png
-    import json
-    import sys
-
-    with open(sys.argv[1]) as file:
-        draw_moments(**from_measured(json.load(file), 0, 1, 2, 3)).savefig(sys.argv[2])
+    draw_a_record(lambda record: draw_moments(**from_measured(record, 0, 1, 2, 3)))

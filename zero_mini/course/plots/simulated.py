@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zero_mini.course.plots.frame import page, panel, scale, three_digits, words, write
+from zero_mini.course.plots.frame import draw_a_record, page, panel, scale, three_digits, words, write
 from zero_mini.course.plots.palette import CATEGORY, FAINT, INK, as_text, tint
 from zero_mini.course.plots.states import SHARDED
 from zero_mini.memory.formulas import model_state_bytes
@@ -84,8 +84,4 @@ def draw_simulated(
 
 
 if __name__ == "__main__":  # python -m zero_mini.course.plots.simulated RECORD.json PICTURE.png
-    import json
-    import sys
-
-    with open(sys.argv[1]) as file:
-        draw_simulated(**from_measured(json.load(file))).savefig(sys.argv[2])
+    draw_a_record(lambda record: draw_simulated(**from_measured(record)))
