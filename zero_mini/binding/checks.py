@@ -242,7 +242,10 @@ class Plan:
         for index, group in enumerate(self.optimizer.param_groups):
             for position, param in enumerate(group["params"]):
                 if id(param) not in names:
-                    return f"group {index}, parameter {position} {tuple(param.shape)} is not a parameter of the model"
+                    return (
+                        f"group {index}, parameter {position} {tuple(param.shape)} is not a parameter of the model; "
+                        "if another module has it, as a loss with weights, pass nn.ModuleList([model, that module])"
+                    )
                 grouped_ids.add(id(param))
         for name, param in self.params.items():
             if param.requires_grad and id(param) not in grouped_ids:
