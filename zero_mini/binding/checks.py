@@ -179,8 +179,7 @@ class Plan:
             return f"{type(self.model).__name__} has no parameter that requires a gradient: there is nothing to train"
         for name, module in self.model.named_modules():
             if getattr(module, "sparse", False) is True:
-                kind = type(module).__name__
-                return f"{name}.weight produces sparse gradients ({kind}(sparse=True)); set sparse=False"
+                return f"{name}.weight produces sparse gradients ({type(module).__name__}(sparse=True)); set sparse=False"
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
                 return (
                     f"{name}.weight is changed in forward ({type(module).__name__}(max_norm={module.max_norm})), by "
@@ -242,10 +241,8 @@ class Plan:
         for index, group in enumerate(self.optimizer.param_groups):
             for position, param in enumerate(group["params"]):
                 if id(param) not in names:
-                    return (
-                        f"group {index}, parameter {position} {tuple(param.shape)} is not a parameter of the model; "
-                        "if another module has it, as a loss with weights, pass nn.ModuleList([model, that module])"
-                    )
+                    place = f"group {index}, parameter {position} {tuple(param.shape)}"
+                    return f"{place} is not a parameter of the model; for two modules pass nn.ModuleList([one, other])"
                 grouped_ids.add(id(param))
         for name, param in self.params.items():
             if param.requires_grad and id(param) not in grouped_ids:
