@@ -179,7 +179,8 @@ class Plan:
             return f"{type(self.model).__name__} has no parameter that requires a gradient: there is nothing to train"
         for name, module in self.model.named_modules():
             if getattr(module, "sparse", False) is True:
-                return f"{name}.weight produces sparse gradients ({type(module).__name__}(sparse=True)); set sparse=False"
+                kind = type(module).__name__
+                return f"{name}.weight produces sparse gradients ({kind}(sparse=True)); set sparse=False"
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
                 return (
                     f"{name}.weight is changed in forward ({type(module).__name__}(max_norm={module.max_norm})), by "
@@ -237,15 +238,13 @@ class Plan:
         if any(state.get("step", 1) > 0 for state in self.optimizer.state.values()):
             return f"{kind.__name__} already has state for {len(self.optimizer.state)} parameters: wrap before a step"
         names = {id(param): name for name, param in self.params.items()}
-        grouped_ids = set()
         for index, group in enumerate(self.optimizer.param_groups):
             for position, param in enumerate(group["params"]):
                 if id(param) not in names:
                     place = f"group {index}, parameter {position} {tuple(param.shape)}"
                     return f"{place} is not a parameter of the model; for two modules pass nn.ModuleList([one, other])"
-                grouped_ids.add(id(param))
         for name, param in self.params.items():
-            if param.requires_grad and id(param) not in grouped_ids:
+            if param.requires_grad and id(param) not in self.group_of:
                 return f"{name} requires a gradient but is in no param group: give it to the optimizer or freeze it"
         return None
 
