@@ -125,7 +125,8 @@ class Script:
         for unit in self.units:
             unit.pending.clear()
         if self.buffers_due:
-            self.sync_buffers()
+            with self.comm.host.doing("a forward"):
+                self.sync_buffers()
 
     def before_forward(self, unit: Unit) -> None:
         """The unit's parameters are needed."""
@@ -230,6 +231,7 @@ class Script:
         for unit in self.trainable if not self.factor.overflow else []:
             self.update.settle_cast(unit)
             self.publish(unit)
+            watch.count_update(unit)
         self.comm.ledger.end_step()
         loss_scale.end_step(self)
 

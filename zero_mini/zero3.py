@@ -168,7 +168,8 @@ class Zero3(Zero2):
             raise RuntimeError(
                 f"{unit.name} got a gradient outside its turn, when its parameters need not have been in place: "
                 "an output is hidden, perhaps kept as an attribute of the module (return it instead), or one operation "
-                "uses weights of two units (make them one unit: units=)"
+                "uses weights of two units (make them one unit: units=), or a gradient was set by hand (do it under "
+                "zero.full_params(grads=True))"
             )
 
     def publish(self, unit: Unit) -> None:

@@ -242,6 +242,16 @@ def assign(param):
     param.data = param.data * 0.5
 
 
+def exchange(job):
+    """Other values for an evaluation, then the old ones again, as classes for an average of the weights do it."""
+    old_values = [param.data for param in job.model.parameters()]
+    for param in job.model.parameters():
+        param.data = param.data * 0.5
+    job.see_output()
+    for param, values in zip(job.model.parameters(), old_values):
+        param.data = values
+
+
 def from_a_vector(job):
     numel = sum(param.numel() for param in job.model.parameters())
     nn.utils.vector_to_parameters(
@@ -255,6 +265,7 @@ WRITES = {
     "copy": each(lambda param: param.copy_(param * 0.5)),
     "add": each(lambda param: param.add_(0.1)),
     "assign data": each(assign),
+    "exchange data": exchange,
     "init": each(lambda param: nn.init.constant_(param, 0.05)),
     "vector_to_parameters": from_a_vector,
     "apply": lambda job: job.model.apply(lambda m: m.weight.data.mul_(0.5) if isinstance(m, nn.Linear) else None),
@@ -283,6 +294,19 @@ def test_a_write_under_full_params_counts(compare_fp32, write):
         job.train(1)
 
     compare_fp32(script)
+
+
+def test_a_graph_from_before_a_step_raises_as_in_torch(compare):
+    def script(job):
+        loss, stale = job.loss(0), job.loss(1)
+        loss.backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            stale.backward()
+        job.train(2, 3)
+
+    compare(script)
 
 
 # --- what lies in optimizer.param_groups ------------------------------------------------------------------

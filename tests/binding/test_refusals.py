@@ -227,7 +227,7 @@ def test_a_parameter_of_the_optimizer_that_is_not_the_models_is_refused(pair):
         groups = [{"params": list(model.parameters())}, {"params": [nn.Parameter(torch.ones(10, 5))]}]
         zeroify(model, torch.optim.SGD(groups, lr=0.1))
 
-    check_refused(pair, wrap, "ValueError", "group 1, parameter 0", r"\(10, 5\)")
+    check_refused(pair, wrap, "ValueError", "group 1, parameter 0", r"\(10, 5\)", "nn.ModuleList")
 
 
 def test_a_trainable_parameter_that_no_group_has_is_refused(pair):

@@ -217,7 +217,7 @@ WAYS = {
     "gathers another unit": (takes_another_unit, 3, "all_gather of blocks.0", "all_gather of blocks.1"),
     "gathers a larger unit": (takes_a_larger_unit, 3, "all_gather of blocks.2", "all_gather of blocks.3"),
     "generates one token more": (generates_longer, 3, "all_gather of root", "all_gather of root"),
-    "skips a collective": (does_not_clip, 2, "all_gather of norm", "all_gather of root"),
+    "does not clip": (does_not_clip, 2, "zero.clip_grad_norm_()", "in a step"),
     "issues another collective": (saves_alone, 1, "", "model.state_dict()"),
 }
 

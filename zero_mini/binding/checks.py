@@ -238,14 +238,13 @@ class Plan:
         if any(state.get("step", 1) > 0 for state in self.optimizer.state.values()):
             return f"{kind.__name__} already has state for {len(self.optimizer.state)} parameters: wrap before a step"
         names = {id(param): name for name, param in self.params.items()}
-        grouped_ids = set()
         for index, group in enumerate(self.optimizer.param_groups):
             for position, param in enumerate(group["params"]):
                 if id(param) not in names:
-                    return f"group {index}, parameter {position} {tuple(param.shape)} is not a parameter of the model"
-                grouped_ids.add(id(param))
+                    place = f"group {index}, parameter {position} {tuple(param.shape)}"
+                    return f"{place} is not a parameter of the model; for two modules pass nn.ModuleList([one, other])"
         for name, param in self.params.items():
-            if param.requires_grad and id(param) not in grouped_ids:
+            if param.requires_grad and id(param) not in self.group_of:
                 return f"{name} requires a gradient but is in no param group: give it to the optimizer or freeze it"
         return None
 

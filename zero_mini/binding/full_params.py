@@ -90,7 +90,8 @@ def add_penalty(zero, penalty: Callable[[str, torch.Tensor], torch.Tensor | None
     `penalty(name, whole parameter)` returns a 0-dim tensor, or None for no penalty on this one. Call it after the
     last backward of a step, and before clipping, on every rank. Memory: one unit at a time.
     """
-    zero.collect_means()
+    with zero.comm.host.doing("zero.add_penalty()"):
+        zero.collect_means()
     total = torch.zeros((), dtype=zero.master_dtype, device=zero.device)
     for unit in zero.trainable:
         with torch.no_grad():

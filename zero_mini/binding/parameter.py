@@ -13,6 +13,7 @@ Code that would silently change its meaning raises too: reading a gradient that 
 """
 
 import sys
+import weakref
 
 import torch
 from torch import nn
@@ -62,7 +63,7 @@ class HeldParameter(nn.Parameter):
     def data(self):
         """The values. A write reaches the master under full_params(), and in fp32 at stages 0 to 2; else it raises."""
         if self.unit.is_whole:
-            return torch.Tensor.data.__get__(self)
+            return self.remembered(torch.Tensor.data.__get__(self))
         return self.detach()  # shares the version counter, so that the step detects writes
 
     @data.setter
@@ -75,7 +76,24 @@ class HeldParameter(nn.Parameter):
             )
         if value is not self and value.data_ptr() != address(self):  # module.to() to the same place is harmless
             with torch.no_grad():
+                self.detach()  # values in flight must have arrived
+                for tensor in self.living_views():
+                    set_data(tensor, tensor.clone())  # `old = p.data; p.data = new`: `old` keeps the old values
                 self.copy_(value)
+
+    def detach(self):
+        """A view of the values, as torch's. It keeps them if the parameter is given other `data` later."""
+        return self.remembered(super().detach())
+
+    def remembered(self, view: torch.Tensor) -> torch.Tensor:
+        """The view itself, which `data = ...` must find again."""
+        self.views_given = [weakref.ref(each) for each in (*self.living_views(), view)]
+        return view
+
+    def living_views(self) -> list[torch.Tensor]:
+        """What `data` and `detach()` returned, as far as somebody still has it."""
+        views = [reference() for reference in vars(self).get("views_given", ())]
+        return [view for view in views if view is not None]
 
     @property
     def requires_grad(self):

@@ -38,6 +38,15 @@ def note_versions(unit: Unit) -> None:
     unit.versions = versions_of(unit)
 
 
+def count_update(unit: Unit) -> None:
+    """An update has changed the unit's parameters: torch's backward through a graph from before it shall raise."""
+    with plainly():
+        torch.autograd.graph.increment_version(
+            [param for index, param in enumerate(unit.params) if unit.used_anywhere >> index & 1]
+        )
+    note_versions(unit)
+
+
 def check_untouched(unit: Unit) -> bool:
     """Has the user written to the unit's parameters? RuntimeError if a write does not reach the master."""
     versions = versions_of(unit)

@@ -19,7 +19,8 @@ def clip_grad_norm_(zero, max_norm: float, norm_type: float = 2.0) -> torch.Tens
     Returns the norm before clipping (0-dim, on the device): the same float on every rank and at every
     stage, because each rank sums the same N partial norms. Partial norm r is that of slice r of all units.
     """
-    zero.collect_means()
+    with zero.comm.host.doing("zero.clip_grad_norm_()"):
+        zero.collect_means()
     factor = zero.factor
     if factor.clipped:
         zero.update.hand_means_to_optimizer()
