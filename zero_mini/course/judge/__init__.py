@@ -11,6 +11,7 @@ import ast
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass, field
@@ -40,6 +41,8 @@ class Mark:
         )
         if self.fault is None:
             return line
+        if self.fault.kind == "not run":
+            return f"{line}: not run, {self.fault.meaning}"
         return f"{line}\n      expected {self.fault.expected}; came {self.fault.came}\n      -> {self.fault.meaning}"
 
 
@@ -92,6 +95,8 @@ def judge(path: str | os.PathLike, stages: list[int] | None = None, show: bool =
                 if show:
                     print(mark)
     if show:
+        if not report.is_full:
+            print("Begin with the first WRONG: later ones often have the same cause.")
         print(f"{report.points} of {report.of} points")
     return report
 
@@ -107,6 +112,24 @@ def mark_of(ranks: Ranks, path: str, stage: int, check: Check, hangs: dict[int, 
         except RankError as error:
             did_not_end = "did not finish" in str(error)
             hangs[stage] += HANGS if check.name == checks(stage)[0].name else did_not_end
-            came = str(error).strip().splitlines()[0]
-            fault = Fault("hang" if did_not_end else "error", "an end without an error", came)
+            kind = "hang" if did_not_end else "sizes" if is_about_sizes(str(error)) else "error"
+            fault = Fault(kind, "an end without an error", in_one_line(str(error)))
     return Mark(stage, check.name, 0 if fault else check.points, check.points, fault)
+
+
+def is_about_sizes(report: str) -> bool:
+    """Of a rank's error: whether torch refused a tensor for its size."""
+    first = report.strip().splitlines()[0]
+    return "RuntimeError" in first and re.search("size|shape|split", first, re.IGNORECASE) is not None
+
+
+def in_one_line(report: str) -> str:
+    """A rank's error, and the line of the student's file where it was raised; for a hang the line of each rank."""
+    first, *rest = report.strip().splitlines()
+    places, rank = {}, ""
+    for line in rest:
+        if begins := re.match(r"rank \d+ is at", line):
+            rank = begins.group() + " "
+        if found := re.search(r'my_zero\.py", line (\d+), in (\w+)', line):
+            places[rank] = f"{rank}my_zero.py, line {found[1]}, in {found[2]}"  # the last one is the innermost
+    return "; ".join([first, *places.values()])
