@@ -131,5 +131,6 @@ def in_one_line(report: str) -> str:
         if begins := re.match(r"rank \d+ is at", line):
             rank = begins.group() + " "
         if found := re.search(r'my_zero\.py", line (\d+), in (\w+)', line):
-            places[rank] = f"{rank}my_zero.py, line {found[1]}, in {found[2]}"  # the last one is the innermost
-    return "; ".join([first, *places.values()])
+            places.setdefault(rank, []).append(f"line {found[1]}, in {found[2]}")
+    innermost = [f"{rank}my_zero.py, " + " -> ".join(lines[-2:]) for rank, lines in places.items()]  # and its caller
+    return "; ".join([first.rstrip("."), *innermost])
