@@ -72,6 +72,7 @@ PLANTED = {
     "sums": (0, SEND_0, "grad *= self.comm.world_size; " + SEND_0, TO_BITS, "summed"),
     "divided twice": (0, SEND_0, "grad /= self.comm.world_size; " + SEND_0, TO_BITS, "divided twice"),
     "frozen sent": (0, "if p.requires_grad and id(p)", "if id(p)", FROZEN, "error"),
+    "no import": (0, "self.optimizer.step()", "dist.barrier(); self.optimizer.step()", TO_BITS, "import"),
     "no copies": (0, "{name: p.detach().clone()", "{name: p.detach()", FROZEN, "not copies"),
     "no wait": (0, POP + "        work.wait()\n", POP, WAITS, "early"),
     "sends every micro-batch": (0, "if self.last:", "if True:", TRAFFIC_2, "every micro-batch"),

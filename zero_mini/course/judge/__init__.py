@@ -112,15 +112,17 @@ def mark_of(ranks: Ranks, path: str, stage: int, check: Check, hangs: dict[int, 
         except RankError as error:
             did_not_end = "did not finish" in str(error)
             hangs[stage] += HANGS if check.name == checks(stage)[0].name else did_not_end
-            kind = "hang" if did_not_end else "sizes" if is_about_sizes(str(error)) else "error"
+            kind = "hang" if did_not_end else kind_of_error(str(error))
             fault = Fault(kind, "an end without an error", in_one_line(str(error)))
     return Mark(stage, check.name, 0 if fault else check.points, check.points, fault)
 
 
-def is_about_sizes(report: str) -> bool:
-    """Of a rank's error: whether torch refused a tensor for its size."""
+def kind_of_error(report: str) -> str:
+    """Of a rank's error: torch refused a tensor for its size, a name is missing, or another."""
     first = report.strip().splitlines()[0]
-    return "RuntimeError" in first and re.search("size|shape|split", first, re.IGNORECASE) is not None
+    if "NameError" in first:
+        return "import"
+    return "sizes" if "RuntimeError" in first and re.search("size|shape|split", first, re.IGNORECASE) else "error"
 
 
 def in_one_line(report: str) -> str:

@@ -67,6 +67,8 @@ MEANING = {  # kind of a fault -> what it usually means
     "pile": "whole gradients pile up until backward ends, or whole parameters are kept: a block's are to be sent and "
     "freed when backward has left it",
     "error": "the code raised: the line is one of your file",
+    "import": "a name that the cell knows and my_zero.py does not: keep() copies the class alone, so write imports and "
+    "helper functions into the file",
     "sizes": "a size does not fit. Usually it is the padding: a buffer has N times the elements of a shard, and zeros "
     "at its end. Else a buffer is too short for a larger block",
     "hang": "a rank waits for a collective that another rank does not start",
