@@ -65,6 +65,7 @@ class Zero2(Zero2):
         if self.last:
             super().send(i)
 """
+ROOT_AGAIN = "        self.send(len(self.units) - 1)\n"
 TO_BITS, MICRO, WAITS, TRAFFIC, TRAFFIC_2, MEMORY, FROZEN, UNUSED, ON_3, ROUNDED, PEAK = range(11)
 
 # (stage, what is replaced, by what, the check that finds it, the fault's kind)
@@ -72,6 +73,7 @@ PLANTED = {
     "sums": (0, SEND_0, "grad *= self.comm.world_size; " + SEND_0, TO_BITS, "summed"),
     "divided twice": (0, SEND_0, "grad /= self.comm.world_size; " + SEND_0, TO_BITS, "divided twice"),
     "frozen sent": (0, "if p.requires_grad and id(p)", "if id(p)", FROZEN, "error"),
+    "root twice": (2, "        while self.in_f", ROOT_AGAIN + "        while self.in_f", TRAFFIC, "extra collectives"),
     "no import": (0, "self.optimizer.step()", "dist.barrier(); self.optimizer.step()", TO_BITS, "import"),
     "no copies": (0, "{name: p.detach().clone()", "{name: p.detach()", FROZEN, "not copies"),
     "no wait": (0, POP + "        work.wait()\n", POP, WAITS, "early"),
@@ -179,6 +181,15 @@ def test_a_file_that_is_not_python_is_not_replaced(tmp_path, monkeypatch):
     with pytest.raises(SyntaxError) as error:
         begin(3)
     assert error.value.filename == "my_zero.py" and "class Zero1(DDP)\n" in Path("my_zero.py").read_text()
+
+
+@pytest.mark.parametrize(
+    "said, kind",
+    [("rank 0 died of SIGABRT", "died"), ("rank 1 raised NameError: name 'dist' is not defined", "import"),
+     ("rank 1 raised RuntimeError: shapes do not fit", "sizes"), ("rank 1 raised KeyError: 'shape'", "error")],
+)  # fmt: skip
+def test_an_error_has_a_kind(said, kind):
+    assert package.kind_of_error(said + "\n\nTraceback: RuntimeError: sizes") == kind
 
 
 def test_an_error_comes_with_the_line_of_the_student_s_file(pools, tmp_path):

@@ -118,8 +118,10 @@ def mark_of(ranks: Ranks, path: str, stage: int, check: Check, hangs: dict[int, 
 
 
 def kind_of_error(report: str) -> str:
-    """Of a rank's error: torch refused a tensor for its size, a name is missing, or another."""
+    """Of a rank's error: gloo gave up, a name is missing, torch refused a tensor for its size, or another."""
     first = report.strip().splitlines()[0]
+    if "died of SIGABRT" in first:
+        return "died"
     if "NameError" in first:
         return "import"
     return "sizes" if "RuntimeError" in first and re.search("size|shape|split", first, re.IGNORECASE) else "error"
