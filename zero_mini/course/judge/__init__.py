@@ -34,13 +34,14 @@ class Mark:
     points: int
     of: int
     fault: Fault | None
+    found: str = ""  # the number that was measured, of a right file
 
     def __str__(self) -> str:
         line = (
             f"{'ok   ' if self.fault is None else 'WRONG'} {self.points}/{self.of}  {NAMES[self.stage]}: {self.check}"
         )
         if self.fault is None:
-            return line
+            return f"{line}: {self.found}" if self.found else line
         if self.fault.kind == "not run":
             return f"{line}: not run, {self.fault.meaning}"
         return f"{line}\n      expected {self.fault.expected}; came {self.fault.came}\n      -> {self.fault.meaning}"
@@ -114,7 +115,8 @@ def mark_of(ranks: Ranks, path: str, stage: int, check: Check, hangs: dict[int, 
             hangs[stage] += HANGS if check.name == checks(stage)[0].name else did_not_end
             kind = "hang" if did_not_end else kind_of_error(str(error))
             fault = Fault(kind, "an end without an error", in_one_line(str(error)))
-    return Mark(stage, check.name, 0 if fault else check.points, check.points, fault)
+    found = "" if fault or not check.found else check.found(ranks, path, stage)
+    return Mark(stage, check.name, 0 if fault else check.points, check.points, fault, found)
 
 
 def kind_of_error(report: str) -> str:

@@ -98,6 +98,7 @@ class Check:
     points: int
     world_size: int
     run: Callable[[Ranks, str, int], Fault | None]  # (ranks, path, stage)
+    found: Callable[[Ranks, str, int], str] | None = None  # the number that a right file has, in words
 
 
 def values(name: str, steps: int, micros: int = 1, exact: bool = True, wire: str | None = None):
@@ -218,11 +219,9 @@ def traffic(micros: int):
 
 def traffic_fault(ranks: Ranks, path: str, stage: int, k: int) -> Fault | None:
     """k micro-batches' elements in units of Psi (N-1)/N, against what the stage has to send."""
-    N = ranks.world_size
     expected = {0: 2, 1: 2, 2: k + 1, 3: 3 * k}[stage]
     least = expected * 0.99 if stage < 3 else k * (3 - (2 * ROOT + 4 * BLOCK) / PSI)
-    elements, calls = max(once(ranks, trial.sent, path, stage, k))
-    found = elements / (PSI * (N - 1) / N)
+    found, calls = in_psi(ranks, path, stage, k)
     if least <= found <= expected * 1.01:
         return OK
     kind = "missing collectives" if found < least else "extra collectives"
@@ -238,12 +237,23 @@ def traffic_fault(ranks: Ranks, path: str, stage: int, k: int) -> Fault | None:
     return Fault(kind, f"{expected} Psi (N-1)/N elements", f"{found:.2f} ({counted})")
 
 
+def in_psi(ranks: Ranks, path: str, stage: int, k: int) -> tuple[float, list[str]]:
+    """(elements that a rank sends in a step, in units of Psi (N-1)/N; the calls)."""
+    elements, calls = max(once(ranks, trial.sent, path, stage, k))
+    return elements / (PSI * (ranks.world_size - 1) / ranks.world_size), calls
+
+
+def bytes_held(ranks: Ranks, path: str, stage: int) -> float:
+    """A parameter, after a backward, on the rank that holds most."""
+    return max(once(ranks, trial.held, path, stage))[0] / PSI
+
+
 def memory(ranks: Ranks, path: str, stage: int) -> Fault | None:
     """Bytes a parameter after a backward: fp32 and Adam."""
     N = ranks.world_size
     allowed = {0: 16, 1: 8 + 8 / N, 2: 4 + 12 / N, 3: 16 / N}[stage]
     extra = 4 * (ROOT + 2.2 * BLOCK) / PSI if stage == 3 else 0
-    found = max(once(ranks, trial.held, path, stage))[0] / PSI
+    found = bytes_held(ranks, path, stage)
     if found <= allowed + extra + 0.3:
         return OK
     kind = "whole states" if found - allowed - extra > 5 else "whole"  # 8 (1 - 1/N) or less
@@ -262,13 +272,14 @@ def peak(ranks: Ranks, path: str, stage: int) -> Fault | None:
 
 def checks(stage: int) -> list[Check]:
     """In the order in which they run."""
+    micros, held = "traffic of a step of 2 micro-batches", "memory after a backward, on 4 ranks"
     found = [
         Check("4 steps of AdamW on 2 ranks, to the bit", 4, 2, values("gpt", 4)),
         Check("2 micro-batches, whole numbers, to the bit", 2, 2, values("uneven", 1, 2)),
         Check("nothing is used before it was waited for", 3, 2, values("gpt", 4, wire="late")),
-        Check("traffic of a step", 2, 2, traffic(1)),
-        Check("traffic of a step of 2 micro-batches", 1, 2, traffic(2)),
-        Check("memory after a backward, on 4 ranks", 2, 4, memory),
+        Check("traffic of a step", 2, 2, traffic(1), lambda *at: f"{in_psi(*at, 1)[0]:.2f} Psi (N-1)/N"),
+        Check(micros, 1, 2, traffic(2), lambda *at: f"{in_psi(*at, 2)[0]:.2f} Psi (N-1)/N"),
+        Check(held, 2, 4, memory, lambda *at: f"{bytes_held(*at):.1f} bytes a parameter"),
         Check("frozen parameters; full_parameters() gives copies", 1, 2, values("frozen", 1)),
         Check("a parameter that no forward uses", 1, 2, values("unused", 1)),
         Check("uneven blocks on 3 ranks (padding), to the bit", 2, 3, values("uneven", 1)),
