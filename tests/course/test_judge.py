@@ -65,18 +65,24 @@ class Zero2(Zero2):
         if self.last:
             super().send(i)
 """
+ROOT_AGAIN = "        self.send(len(self.units) - 1)\n"
 TO_BITS, MICRO, WAITS, TRAFFIC, TRAFFIC_2, MEMORY, FROZEN, UNUSED, ON_3, ROUNDED, PEAK = range(11)
 
 # (stage, what is replaced, by what, the check that finds it, the fault's kind)
 PLANTED = {
     "sums": (0, SEND_0, "grad *= self.comm.world_size; " + SEND_0, TO_BITS, "summed"),
+    "divided twice": (0, SEND_0, "grad /= self.comm.world_size; " + SEND_0, TO_BITS, "divided twice"),
+    "frozen sent": (0, "if p.requires_grad and id(p)", "if id(p)", FROZEN, "error"),
+    "root twice": (2, "        while self.in_f", ROOT_AGAIN + "        while self.in_f", TRAFFIC, "extra collectives"),
+    "no import": (0, "self.optimizer.step()", "dist.barrier(); self.optimizer.step()", TO_BITS, "import"),
+    "no copies": (0, "{name: p.detach().clone()", "{name: p.detach()", FROZEN, "not copies"),
     "no wait": (0, POP + "        work.wait()\n", POP, WAITS, "early"),
     "sends every micro-batch": (0, "if self.last:", "if True:", TRAFFIC_2, "every micro-batch"),
     "no root": (0, "[*units, (None, rest)]", "units", TO_BITS, "unchanged root"),
     "own gradients": (0, "self.comm.all_reduce(grad,", "self.comm.all_reduce(grad.clone(),", TO_BITS, "ranks differ"),
-    "unused counts": (0, "            if missing:", "            if missing < 0:", UNUSED, "ranks differ"),
+    "unused counts": (0, "            if missing:", "            if missing < 0:", UNUSED, "unused"),
     "no all-gather": (1, STEP_1 + GATHERS, "", TO_BITS, "one slice"),
-    "no padding": (1, "(0, -len(flat) % N)", "(0, 0)", ON_3, "error"),
+    "no padding": (1, "(0, -len(flat) % N)", "(0, 0)", ON_3, "sizes"),
     "all-reduce": (1, SEND_1, SEND_1.replace("reduce_scatter(shard, grad,", "all_reduce(grad,"), TRAFFIC, "all-reduce"),
     "whole states": (1, None, WHOLE_STATES, MEMORY, "whole states"),
     "gathers not waited for": (1, GATHERS, "", WAITS, "early"),
@@ -86,8 +92,10 @@ PLANTED = {
     "buffer in flight": (2, None, SAME_BUFFER, WAITS, "early"),
     "sums first": (2, None, SUMS_FIRST, TRAFFIC_2, "summed before"),
     "stale slots": (3, "self.holds = [None, None]  # the", "pass  # the", TO_BITS, "unchanged"),
-    "no gather in backward": (3, BACKWARD_HOOK, "", TO_BITS, "gradients"),
+    "no gather in backward": (3, BACKWARD_HOOK, "", TO_BITS, "other block"),
     "root not gathered": (3, "            if not is_block:\n", "            if False:\n", TO_BITS, "unchanged root"),
+    "slots of the first block": (3, "new_empty(max(sizes))", "new_empty(sizes[0])", ON_3, "sizes"),
+    "slots are given": (3, "p.detach().clone()) for p in", "p.detach()) for p in", TO_BITS, "full parameters"),
     "kept whole": (3, "self.slots[i % 2][: len(self.flats[i])]", "self.flats[i]", MEMORY, "whole"),
 }  # fmt: skip
 
@@ -171,7 +179,36 @@ def test_a_lesson_begins_with_the_classes_before_it_and_keeps_the_student_s_own(
     if names:  # a class that is only a stub is not the student's own
         keep(type_from_a_cell(f"class {names[-1]}:\n    def step(self):\n        raise NotImplementedError()"))
         assert hasattr(begin(lesson), names[-1]) and not hasattr(begin(lesson), "Zero9")
-        assert "Zero9" in Path("my_zero.py.before").read_text()  # nothing is lost
+        keep(type_from_a_cell("class Zero8:\n    def step(self):\n        return 3"))
+        assert "Zero9" in Path("my_zero.py.own").read_text()  # nothing is lost, whatever is written afterwards
+
+
+def test_a_file_that_is_not_python_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my_zero.py").write_text(SOLUTION.read_text().replace("class Zero1(DDP):", "class Zero1(DDP)"))
+    with pytest.raises(SyntaxError) as error:
+        begin(3)
+    assert error.value.filename == "my_zero.py" and "class Zero1(DDP)\n" in Path("my_zero.py").read_text()
+
+
+@pytest.mark.parametrize(
+    "said, kind",
+    [("rank 0 died of SIGABRT", "died"), ("rank 1 raised NameError: name 'dist' is not defined", "import"),
+     ("rank 1 raised RuntimeError: shapes do not fit", "sizes"), ("rank 1 raised KeyError: 'shape'", "error")],
+)  # fmt: skip
+def test_an_error_has_a_kind(said, kind):
+    assert package.kind_of_error(said + "\n\nTraceback: RuntimeError: sizes") == kind
+
+
+def test_an_error_comes_with_the_line_of_the_student_s_file(pools, tmp_path):
+    wrong = tmp_path / "my_zero.py"
+    lines = (
+        SOLUTION.read_text().replace("        self.optimizer.step()\n", "        self.optimiser.step()\n").splitlines()
+    )
+    wrong.write_text("\n".join(lines))
+    mark = mark_of(pools[2], wrong, 1, checks(1)[0], {1: 0})
+    number = lines.index("        self.optimiser.step()") + 1
+    assert mark.fault.kind == "error" and f"line {number}, in step" in mark.fault.came
 
 
 def type_from_a_cell(source: str) -> type:

@@ -11,6 +11,7 @@ import ast
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass, field
@@ -33,13 +34,16 @@ class Mark:
     points: int
     of: int
     fault: Fault | None
+    found: str = ""  # the number that was measured, of a right file
 
     def __str__(self) -> str:
         line = (
             f"{'ok   ' if self.fault is None else 'WRONG'} {self.points}/{self.of}  {NAMES[self.stage]}: {self.check}"
         )
         if self.fault is None:
-            return line
+            return f"{line}: {self.found}" if self.found else line
+        if self.fault.kind == "not run":
+            return f"{line}: not run, {self.fault.meaning}"
         return f"{line}\n      expected {self.fault.expected}; came {self.fault.came}\n      -> {self.fault.meaning}"
 
 
@@ -92,6 +96,8 @@ def judge(path: str | os.PathLike, stages: list[int] | None = None, show: bool =
                 if show:
                     print(mark)
     if show:
+        if not report.is_full:
+            print("Begin with the first WRONG: later ones often have the same cause.")
         print(f"{report.points} of {report.of} points")
     return report
 
@@ -107,6 +113,30 @@ def mark_of(ranks: Ranks, path: str, stage: int, check: Check, hangs: dict[int, 
         except RankError as error:
             did_not_end = "did not finish" in str(error)
             hangs[stage] += HANGS if check.name == checks(stage)[0].name else did_not_end
-            came = str(error).strip().splitlines()[0]
-            fault = Fault("hang" if did_not_end else "error", "an end without an error", came)
-    return Mark(stage, check.name, 0 if fault else check.points, check.points, fault)
+            kind = "hang" if did_not_end else kind_of_error(str(error))
+            fault = Fault(kind, "an end without an error", in_one_line(str(error)))
+    found = "" if fault or not check.found else check.found(ranks, path, stage)
+    return Mark(stage, check.name, 0 if fault else check.points, check.points, fault, found)
+
+
+def kind_of_error(report: str) -> str:
+    """Of a rank's error: gloo gave up, a name is missing, torch refused a tensor for its size, or another."""
+    first = report.strip().splitlines()[0]
+    if "died of SIGABRT" in first:
+        return "died"
+    if "NameError" in first:
+        return "import"
+    return "sizes" if "RuntimeError" in first and re.search("size|shape|split", first, re.IGNORECASE) else "error"
+
+
+def in_one_line(report: str) -> str:
+    """A rank's error, and the line of the student's file where it was raised; for a hang the line of each rank."""
+    first, *rest = report.strip().splitlines()
+    places, rank = {}, ""
+    for line in rest:
+        if begins := re.match(r"rank \d+ is at", line):
+            rank = begins.group() + " "
+        if found := re.search(r'my_zero\.py", line (\d+), in (\w+)', line):
+            places.setdefault(rank, []).append(f"line {found[1]}, in {found[2]}")
+    innermost = [f"{rank}my_zero.py, " + " -> ".join(lines[-2:]) for rank, lines in places.items()]  # and its caller
+    return "; ".join([first.rstrip("."), *innermost])

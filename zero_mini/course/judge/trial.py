@@ -71,11 +71,26 @@ def one_step(zero, name: str, step: int, micros: int) -> list[float]:
 
 
 def trained(path: str | None, stage: int, name: str, steps: int, micros: int, wire: str | None) -> dict:
-    """{"start", "end": name -> values; "losses"}. Wire "late" or "prompt": see `asynchronous`; None: as it is."""
+    """{"start", "end": name -> values; "losses"; "copies": see are_copies}.
+
+    Wire "late" or "prompt": see `asynchronous`; None: as it is.
+    """
     with asynchronous(wire) if wire else contextlib.nullcontext():
         zero, start = build(path, stage, name)
         losses = [loss for step in range(steps) for loss in one_step(zero, name, step, micros)]
-        return {"start": start, "end": dict(zero.full_parameters()), "losses": losses}
+        given = dict(zero.full_parameters())
+        end = {key: value.detach().clone() for key, value in given.items()}
+        copies = name != "frozen" or are_copies(zero, given)  # looked at in one check, so that it costs its points once
+        return {"start": start, "end": end, "losses": losses, "copies": copies}
+
+
+def are_copies(zero, given: dict[str, torch.Tensor]) -> bool:
+    """Whether full_parameters() gives the same again, after somebody has written to what it gave before."""
+    before = {key: value.detach().clone() for key, value in given.items()}
+    for value in given.values():
+        value.detach().add_(1)
+    after = zero.full_parameters()
+    return all(torch.equal(after[key], before[key]) for key in before)
 
 
 def sent(path: str, stage: int, micros: int) -> tuple[float, list[str]]:

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import fcntl
 import inspect
+import itertools
 import linecache
 import os
 import sys
@@ -25,13 +26,18 @@ FILE = "my_zero.py"
 def begin(lesson: int, path: str = FILE) -> types.ModuleType:
     """The student's file as it stands when a lesson (1 to 4) begins, as a module; it is written if it is not there.
 
-    Lesson n needs the classes of the lessons before it. If one is missing, or the file cannot be read, the file of
-    solution.py with just these classes is written, and an older one moves to my_zero.py.before.
+    Lesson n needs the classes of the lessons before it. If one is missing, the file of solution.py with just these
+    classes is written, and the student's own moves to my_zero.py.own. SyntaxError if the file is not Python.
     """
     file, needed = Path(path), NAMES[: lesson - 1]
     with locked(file):
-        written = definitions(file.read_text()) if file.exists() else {}
-        if not written or any(name not in written or is_stub(written[name]) for name in needed):
+        text = file.read_text() if file.exists() else ""
+        ast.parse(text, str(file))
+        written = definitions(text)
+        missing = [name for name in needed if name not in written or is_stub(written[name])]
+        if not written or missing:
+            if written:
+                print(f"{path}: {', '.join(missing)} is missing, so your own file is {set_aside(file).name} now")
             write(file, without(Path(__file__).with_name("solution.py").read_text(), set(NAMES) - set(needed)))
             print(f"{path}: written, with {', '.join(needed) or 'functions, and no stage yet'}")
         else:
@@ -96,6 +102,14 @@ def without(text: str, names: set[str]) -> str:
         if name in names:
             del lines[node.lineno - 1 : node.end_lineno]
     return "".join(lines).rstrip("\n") + "\n"
+
+
+def set_aside(file: Path) -> Path:
+    """A copy of the file under a name that is not taken yet, and that nothing overwrites."""
+    names = itertools.chain([f"{file.name}.own"], (f"{file.name}.own{n}" for n in itertools.count(2)))
+    copy = next(path for path in map(file.with_name, names) if not path.exists())
+    copy.write_text(file.read_text())
+    return copy
 
 
 def write(file: Path, text: str) -> None:

@@ -9,7 +9,7 @@ from zero_mini.comm import Comm
 
 
 def split_model(model):
-    """[(block, its parameters), ..., (None, the rest)]: only trainable ones, and no entry without any."""
+    """[(block, its parameters), ..., (None, the rest)]: only trainable parameters, and no entry without any."""
     units = [(block, [p for p in block.parameters() if p.requires_grad]) for block in model.blocks]
     in_blocks = {id(p) for _, params in units for p in params}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in in_blocks]
@@ -29,7 +29,7 @@ def views(flat, params):
 
 
 def take_grads(params, N):
-    """One new buffer (P) with the gradients, which the parameters give up; zeros for an unused one."""
+    """A new buffer (P) of all gradients, zeros for an unused one, then padding. Each p.grad is None after."""
     flat = flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in params], N)
     for p in params:
         p.grad = None
