@@ -100,6 +100,7 @@ class Script:
         self.backward = Backward()
         self.syncing = True  # a backward sends its gradients: False under no_sync()
         self.means_due = False  # the pieces have not been given all gradients that were reduced
+        self.backwards = 0  # that have sent gradients since zero_grad()
         self.pieces_open = False  # the optimizer may read and write its pieces: only during a step
         self.buffers_due = True  # the next forward makes buffers equal
         self.showing_whole = False  # under full_params(), where hooks do nothing
@@ -197,6 +198,7 @@ class Script:
                     if unit.local_grad is not None:  # sent, and collected again, as under re-entrant checkpointing
                         self.send(unit)
                 self.means_due = True
+                self.backwards += 1
         self.backward = Backward()
         self.update.end_backward()
 
@@ -312,7 +314,7 @@ class Script:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient, also those in flight. Stands in for both objects' zero_grad."""
         self.factor.forget()
-        self.factor.overflow, self.means_due = None, False
+        self.factor.overflow, self.means_due, self.backwards = None, False, 0
         pieces.set_open(self, False)
         self.wait()
         for unit in self.units:

@@ -528,12 +528,26 @@ def add_a_parameter(job):
     job.model.blocks[0].register_parameter("extra", nn.Parameter(torch.ones(2)))
 
 
+def freeze_on_one_rank(job):
+    job.model.blocks[0].requires_grad_(job.rank == 0)
+
+
+def clear_gradients_on_one_rank(job):
+    job.loss(1).backward()
+    if job.rank == 1:
+        job.optimizer.zero_grad()
+    job.loss(2).backward()
+    job.optimizer.step()
+
+
 DIFFERENT = {  # what happens on ranks -> what the error of the next step names
     set_other_rate: ("lr", "group 1", "0.1 on rank 0", "0.05 on rank 1"),
     set_other_betas: ("momentum", "group 0", "0.9 on rank 0", "0.8 on rank 1"),
     initialise_with_own_seed: ("blocks.1", "zero.full_params()"),
     replace_the_head: ("leave.weight",),
     add_a_parameter: ("blocks.0.extra",),
+    freeze_on_one_rank: ("requires_grad of blocks.0", "True on rank 0", "False on rank 1"),
+    clear_gradients_on_one_rank: ("zero_grad()", "3 on rank 0", "1 on rank 1"),
 }
 
 

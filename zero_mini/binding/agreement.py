@@ -1,7 +1,8 @@
 """Once a step, before the optimizer changes anything, ranks exchange a few numbers between hosts.
 
     digest   of all collectives so far: did every rank launch the same ones, in the same order? (wire/ledger.py)
-    options  of all param groups but tensors: does every rank update with the same learning rate?
+    alike    a checksum of what must be: the options of all param groups but tensors, as the learning rate; which
+             parameters are frozen; how many backwards have been added up since zero_grad()
     written  a bit a unit: the user has written to its parameters, so ranks compare their values
     late     a bit a unit: it has gradients that are not in a flat buffer, because modules were called without the
              model's own forward. All ranks reduce such a unit now
@@ -20,10 +21,11 @@ from zero_mini.binding import pieces, watch
 from zero_mini.flat import Unit, count_none
 
 BITS = 63  # of an int64, without its sign
+trains = torch.Tensor.requires_grad.__get__  # of a parameter, whatever its class says
 
 
 def agree(zero) -> None:
-    """Compare digests and options, reduce late gradients, exchange `used`. RuntimeError. Collective."""
+    """Compare what must be alike, reduce late gradients, exchange `used`. RuntimeError. Collective."""
     late = []
     for unit in zero.trainable:
         watch.check_reduced(unit)
@@ -35,11 +37,15 @@ def agree(zero) -> None:
     fields = []
     for unit in zero.units:
         fields += [(unit in late, 1), (watch.check_untouched(unit), 1), (unit.used, len(unit.params))]
-    options = options_of(zero.optimizer)
-    checksum = zlib.crc32(repr(options).encode())
+    alike = (
+        options_of(zero.optimizer),
+        zero.backwards,
+        [trains(param) for unit in zero.units for param in unit.params],
+    )
+    checksum = zlib.crc32(repr(alike).encode())
     rows = zero.comm.host.agree([checksum, *pack(fields)])
     if any(row[0] != checksum for row in rows):
-        refuse_other_options(zero, options)
+        refuse_differences(zero, *alike)
     bits = unpack([row[1:] for row in rows])
     is_late, is_written = {}, {}
     for unit in zero.units:
@@ -82,17 +88,22 @@ def options_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     }
 
 
-def refuse_other_options(zero, options: dict[str, str]) -> None:
-    """RuntimeError, on every rank, that names the option, the ranks and the values."""
-    all_options = zero.comm.host.gather(options)
-    for rank, other in enumerate(all_options):
-        for name in all_options[0] | other:
-            first, value = all_options[0].get(name, "missing"), other.get(name, "missing")
-            if first != value:
-                raise RuntimeError(
-                    f"{name} is {first} on rank 0 but {value} on rank {rank}: set it alike on every rank; a scheduler "
-                    "that looks at the loss needs the mean over ranks"
-                )
+def refuse_differences(zero, options: dict[str, str], backwards: int, trained: list[bool]) -> None:
+    """RuntimeError, on every rank, that names what differs, the ranks and the values."""
+    names = [name for unit in zero.units for name in unit.names]
+    mine = options | {f"requires_grad of {name}": repr(value) for name, value in zip(names, trained)}
+    mine["the number of backwards since zero_grad()"] = repr(backwards)
+    first, *others = zero.comm.host.gather(mine)
+    for rank, other in enumerate(others, start=1):
+        for name in first | other:
+            one, value = first.get(name, "missing"), other.get(name, "missing")
+            if one != value:
+                remedy = "set it alike on every rank; a scheduler that looks at the loss needs the mean over ranks"
+                if name.endswith("zero_grad()"):
+                    remedy = "call zero_grad() at the same place on every rank"
+                elif name.startswith("requires_grad"):
+                    remedy = "freeze the same parameters on every rank"
+                raise RuntimeError(f"{name} is {one} on rank 0 but {value} on rank {rank}: {remedy}")
 
 
 def compare_values(zero, units: list[Unit]) -> None:
