@@ -30,7 +30,7 @@ class Options:
     model: str = option("nano", "a preset shape; --L, --width, --heads change it", choices=tuple(PRESETS))
     L: int | None = option(None, "blocks", least=1)
     # Up to Python 3.11 torchrun rejects "--d", even after the script's name: it is a prefix of two of its own flags.
-    d: int | None = option(None, "channels, a multiple of --heads", least=1, also=("--width",))
+    d: int | None = option(None, "channels, a multiple of --heads; torchrun needs --width", least=1, also=("--width",))
     heads: int | None = option(None, "attention heads", least=1)
     data: str | None = option(None, "text file, or folder of them; else Python's own reference")
     steps: int = option(300, "optimizer steps", least=1)
