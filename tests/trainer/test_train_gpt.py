@@ -362,8 +362,9 @@ def test_a_folder_with_the_weights_of_a_run_that_ended_is_not_written_over(alone
     main(argv)
     written = (tmp_path / "weights.pt").read_bytes()
     capsys.readouterr()
-    said = refusal(capsys, *argv, "--seed", "1")
-    assert tells(said, tmp_path, "weights.pt") and "--resume" not in said
+    for resume in ([], ["--resume", "auto"]):  # there is no checkpoint to go on from
+        said = refusal(capsys, *argv, "--seed", "1", *resume)
+        assert tells(said, tmp_path, "weights.pt") and "--resume" not in said
     (tmp_path / "step-1").mkdir()
     assert tells(refusal(capsys, *argv), "--resume auto")
     assert (tmp_path / "weights.pt").read_bytes() == written

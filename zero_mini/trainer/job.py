@@ -74,9 +74,10 @@ def prepare(options: Options, place: Place) -> Job:
             weights = load_weights(Path(options.init_from), config)
         if options.out:
             checkpoints = 12 * (options.keep + 1) if options.save_every else 0  # fp32 master and two moments
-            if not options.resume and (Path(options.out) / "weights.pt").exists():
+            can_go_on = any(Path(options.out).glob("step-*"))
+            if (Path(options.out) / "weights.pt").exists() and not (options.resume and can_go_on):
                 remedy = "delete the folder, or choose another one"
-                if any(Path(options.out).glob("step-*")):
+                if can_go_on:
                     remedy = f"go on with --resume auto, {remedy}"
                 raise ValueError(f"--out {options.out} has the weights.pt of a run that ended; {remedy}")
             check_folder(Path(options.out), (4 + checkpoints) * parameter_count(config))
