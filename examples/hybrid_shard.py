@@ -88,11 +88,11 @@ def main() -> None:
         parser.error(f"{dist.get_world_size()} ranks are not a multiple of --ranks-per-node {options.ranks_per_node}")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)), nn.Linear(64, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     zero = zeroify(model, optimizer, options.stage, comm=HybridComm(options.ranks_per_node))
-    torch.manual_seed(1 + dist.get_rank())  # each rank has data of its own
+    torch.manual_seed(1 + dist.get_rank())
+    x = torch.randn(32, 64)  # each rank has a batch of its own
     for step in range(20):
-        x = torch.randn(32, 64)
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         loss.backward()
         zero.clip_grad_norm_(1.0)
