@@ -100,7 +100,7 @@ class Script:
         self.backward = Backward()
         self.syncing = True  # a backward sends its gradients: False under no_sync()
         self.means_due = False  # the pieces have not been given all gradients that were reduced
-        self.backwards = 0  # that have sent gradients since zero_grad()
+        self.backwards = 0  # how many have sent gradients since zero_grad()
         self.pieces_open = False  # the optimizer may read and write its pieces: only during a step
         self.buffers_due = True  # the next forward makes buffers equal
         self.showing_whole = False  # under full_params(), where hooks do nothing

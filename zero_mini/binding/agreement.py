@@ -1,8 +1,8 @@
 """Once a step, before the optimizer changes anything, ranks exchange a few numbers between hosts.
 
     digest   of all collectives so far: did every rank launch the same ones, in the same order? (wire/ledger.py)
-    alike    a checksum of what must be: the options of all param groups but tensors, as the learning rate; which
-             parameters are frozen; how many backwards have been added up since zero_grad()
+    checksum of what all ranks must have in common: the options of all param groups but tensors, as the learning rate;
+             which parameters are frozen; how many backwards have been added up since zero_grad()
     written  a bit a unit: the user has written to its parameters, so ranks compare their values
     late     a bit a unit: it has gradients that are not in a flat buffer, because modules were called without the
              model's own forward. All ranks reduce such a unit now
@@ -21,11 +21,11 @@ from zero_mini.binding import pieces, watch
 from zero_mini.flat import Unit, count_none
 
 BITS = 63  # of an int64, without its sign
-trains = torch.Tensor.requires_grad.__get__  # of a parameter, whatever its class says
+requires_grad_of = torch.Tensor.requires_grad.__get__  # without the property of HeldParameter
 
 
 def agree(zero) -> None:
-    """Compare what must be alike, reduce late gradients, exchange `used`. RuntimeError. Collective."""
+    """Compare digests and checksums, reduce late gradients, exchange `used`. RuntimeError. Collective."""
     late = []
     for unit in zero.trainable:
         watch.check_reduced(unit)
@@ -37,15 +37,15 @@ def agree(zero) -> None:
     fields = []
     for unit in zero.units:
         fields += [(unit in late, 1), (watch.check_untouched(unit), 1), (unit.used, len(unit.params))]
-    alike = (
+    common = (
         options_of(zero.optimizer),
         zero.backwards,
-        [trains(param) for unit in zero.units for param in unit.params],
+        [requires_grad_of(param) for unit in zero.units for param in unit.params],
     )
-    checksum = zlib.crc32(repr(alike).encode())
+    checksum = zlib.crc32(repr(common).encode())
     rows = zero.comm.host.agree([checksum, *pack(fields)])
     if any(row[0] != checksum for row in rows):
-        refuse_differences(zero, *alike)
+        refuse_differences(zero, *common)
     bits = unpack([row[1:] for row in rows])
     is_late, is_written = {}, {}
     for unit in zero.units:
@@ -88,22 +88,22 @@ def options_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     }
 
 
-def refuse_differences(zero, options: dict[str, str], backwards: int, trained: list[bool]) -> None:
-    """RuntimeError, on every rank, that names what differs, the ranks and the values."""
+def refuse_differences(zero, options: dict[str, str], backwards: int, requires_grad: list[bool]) -> None:
+    """RuntimeError, on every rank, that names what differs, the ranks, the values and the remedy."""
     names = [name for unit in zero.units for name in unit.names]
-    mine = options | {f"requires_grad of {name}": repr(value) for name, value in zip(names, trained)}
-    mine["the number of backwards since zero_grad()"] = repr(backwards)
-    first, *others = zero.comm.host.gather(mine)
-    for rank, other in enumerate(others, start=1):
-        for name in first | other:
-            one, value = first.get(name, "missing"), other.get(name, "missing")
-            if one != value:
-                remedy = "set it alike on every rank; a scheduler that looks at the loss needs the mean over ranks"
-                if name.endswith("zero_grad()"):
-                    remedy = "call zero_grad() at the same place on every rank"
-                elif name.startswith("requires_grad"):
-                    remedy = "freeze the same parameters on every rank"
-                raise RuntimeError(f"{name} is {one} on rank 0 but {value} on rank {rank}: {remedy}")
+    frozen = {f"requires_grad of {name}": repr(value) for name, value in zip(names, requires_grad)}
+    sums = {"the number of backwards since zero_grad()": repr(backwards)}
+    for mine, remedy in (
+        (options, "set it alike on every rank; a scheduler that looks at the loss needs the mean over ranks"),
+        (frozen, "freeze the same parameters on every rank"),
+        (sums, "call zero_grad() at the same place on every rank"),
+    ):
+        first, *others = zero.comm.host.gather(mine)
+        for rank, other in enumerate(others, start=1):
+            for name in first | other:
+                one, value = first.get(name, "missing"), other.get(name, "missing")
+                if one != value:
+                    raise RuntimeError(f"{name} is {one} on rank 0 but {value} on rank {rank}: {remedy}")
 
 
 def compare_values(zero, units: list[Unit]) -> None:
