@@ -132,7 +132,6 @@ import io
 import json
 import os
 import shlex
-import tempfile
 from collections.abc import Callable, Sequence
 from statistics import median
 
@@ -144,6 +143,7 @@ from zero_mini.comparison.systems import SYSTEMS, build, missing
 from zero_mini.comparison.works import WORKS, Work
 from zero_mini.course.ranks import RankError, run
 from zero_mini.trainer.launch import first_line
+from zero_mini.trainer.report import check_folder
 
 MODEL = ("L", "d", "heads", "kv_heads", "ffn", "vocab", "tied")  # what describes a model in the record
 FACTS = ("machine", "work", "rank_of")  # the rows of a work in the record have these in common
@@ -277,11 +277,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f'--work "{name}" is for GPUs, and torch finds none here; --work cpu runs without')
     if options.out:  # last: what is refused leaves no folder
         try:
-            options.out.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=options.out):
-                pass
-        except OSError as error:
-            parser.error(f"--out {options.out} cannot be written to: {error.strerror}; choose another folder")
+            check_folder(options.out, 0)
+        except ValueError as error:
+            parser.error(str(error))
     return options
 
 

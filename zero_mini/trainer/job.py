@@ -1,4 +1,4 @@
-"""The work of one rank, prepared: everything that can fail on this rank alone, before any rank waits for another.
+"""Prepare the work of one rank: do everything that can fail on this rank alone, before a rank waits for another.
 
 Left out: the model. It is built after the roll call, because zeroify() sends values to other ranks.
 """
@@ -73,14 +73,7 @@ def prepare(options: Options, place: Place) -> Job:
         if options.init_from:
             weights = load_weights(Path(options.init_from), config)
         if options.out:
-            checkpoints = 12 * (options.keep + 1) if options.save_every else 0  # fp32 master and two moments
-            can_go_on = any(Path(options.out).glob("step-*"))
-            if (Path(options.out) / "weights.pt").exists() and not (options.resume and can_go_on):
-                remedy = "delete the folder, or choose another one"
-                if can_go_on:
-                    remedy = f"go on with --resume auto, {remedy}"
-                raise ValueError(f"--out {options.out} has the weights.pt of a run that ended; {remedy}")
-            check_folder(Path(options.out), (4 + checkpoints) * parameter_count(config))
+            check_out(options, config)
     return Job(
         config=config,
         device=device,
@@ -94,6 +87,19 @@ def prepare(options: Options, place: Place) -> Job:
         weights=weights,
         must_not_change=what_must_not_change(options, config, training_text),
     )
+
+
+def check_out(options: Options, config: GPTConfig) -> None:
+    """ValueError if --out cannot be written to, has too little room, or has weights that the run would write over."""
+    folder = Path(options.out)
+    can_go_on = any(folder.glob("step-*"))
+    if (folder / "weights.pt").exists() and not (options.resume and can_go_on):
+        remedy = "delete the folder, or choose another one"
+        if can_go_on:
+            remedy = f"go on with --resume auto, {remedy}"
+        raise ValueError(f"--out {folder} has the weights.pt of a run that ended; {remedy}")
+    checkpoints = 12 * (options.keep + 1) if options.save_every else 0  # fp32 master and two moments
+    check_folder(folder, (4 + checkpoints) * parameter_count(config))
 
 
 def find_device(device: str, backend: str, place: Place) -> tuple[torch.device, str]:
