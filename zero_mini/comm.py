@@ -93,9 +93,9 @@ class Comm:
         return self.launch("all_reduce", unit, buffer, start)
 
     def reduce_scatter(self, shard: torch.Tensor, buffer: torch.Tensor, unit: str) -> Launched:
-        """shard (S = P/N) <- slice `rank` of the mean of buffer (P), whose values are lost.
+        """shard (S = P/N) <- slice `rank` of the mean of buffer (P). The values of `buffer` are lost.
 
-        `shard` may be that slice of `buffer`. Keep `buffer` until the work is waited for.
+        `shard` may be that slice of `buffer`. Keep `buffer` until `wait()` has returned.
         """
         op = self._prepare_mean(buffer)
         start = functools.partial(reduce_scatter, shard, buffer, op=op, group=self.group, async_op=True)

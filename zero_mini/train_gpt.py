@@ -166,7 +166,7 @@ def build(
 
 
 def pretend(options: Options, job: Job, place: Place) -> None:
-    """Run one or two steps as a rank whose peers are absent, and print what they took. Refusal if they did not run."""
+    """Run one or two steps of one rank without its peers; print their memory and time. Refusal if memory is short."""
     itemsize, psi = DTYPES[job.precision].itemsize, parameter_count(job.config)
     batches = job.batches_from(0)
 

@@ -360,14 +360,14 @@ def test_a_model_that_the_last_update_broke_is_said_before_it_writes_a_text(alon
 def test_a_folder_with_the_weights_of_a_run_that_ended_is_not_written_over(alone, capsys, tmp_path):
     argv = [*TINY, "--steps", "1", "--out", str(tmp_path)]
     main(argv)
-    written = (tmp_path / "weights.pt").read_bytes()
+    weights = (tmp_path / "weights.pt").read_bytes()
     capsys.readouterr()
     for resume in ([], ["--resume", "auto"]):  # there is no checkpoint to go on from
         said = refusal(capsys, *argv, "--seed", "1", *resume)
         assert tells(said, tmp_path, "weights.pt") and "--resume" not in said
     (tmp_path / "step-1").mkdir()
     assert tells(refusal(capsys, *argv), "--resume auto")
-    assert (tmp_path / "weights.pt").read_bytes() == written
+    assert (tmp_path / "weights.pt").read_bytes() == weights
 
 
 # --- ranks that do not fit together -----------------------------------------------------------

@@ -39,7 +39,7 @@ def note_versions(unit: Unit) -> None:
 
 
 def count_update(unit: Unit) -> None:
-    """An update has changed the unit's parameters: torch's backward through a graph from before it shall raise."""
+    """Increase the version of each updated parameter, so that a backward through an older graph raises, as in torch."""
     with plainly():
         torch.autograd.graph.increment_version(
             [param for index, param in enumerate(unit.params) if unit.used_anywhere >> index & 1]

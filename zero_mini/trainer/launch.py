@@ -166,9 +166,9 @@ def judge(words: list[tuple[dict, str | None]]) -> str | None:
 
 
 def refusal_for(error: Exception, options: Options, place: Place) -> Refusal | None:
-    """Why the training ended, in one line; None if the error is a bug, whose traceback is needed.
+    """Return a Refusal with the reason in one line, or None if `error` is a bug: then its traceback is needed.
 
-    OwnRefusal if another rank died or is late, or memory is short.
+    The Refusal is an OwnRefusal if another rank died or is late, or memory is short.
     """
     line = first_line(error)
     if isinstance(error, CheckpointError):

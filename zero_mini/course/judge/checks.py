@@ -35,7 +35,7 @@ MEANING = {  # kind of a fault -> what it usually means
     "full parameters": "all losses are right, so the training is: full_parameters() gives something else, for example "
     "a slot that holds another block by now",
     "old forward": "parameters are right after the steps, but a forward computed with other ones",
-    "not copies": "who writes to a tensor of full_parameters() writes to the model: it is to be a copy",
+    "not copies": "a write to a tensor of full_parameters() changes the model: full_parameters() must return copies",
     "nan": "memory was read that nobody had written",
     "unchanged": "these parameters did not change: at stage 3 usually a buffer from before the update is read, at the "
     "others their gradients are not sent, or are dropped before the update, or the optimizer has other parameters",
@@ -52,9 +52,9 @@ MEANING = {  # kind of a fault -> what it usually means
     "(the slice of another rank?)",
     "other block": "usually a block's backward has read the parameters of another block: gather them again, to "
     "where its forward had them. Else a gradient is missing, counted twice, or misplaced",
-    "frozen": "right if no parameter is frozen: one with requires_grad=False has no gradient, and is in no buffer",
-    "unused": "right if all parameters are used: a unit with an unused one is never complete by itself, so it is to be "
-    "sent after the backward, in one order on all ranks",
+    "frozen": "the result is right if no parameter is frozen. A frozen one has no gradient, and belongs in no buffer",
+    "unused": "the result is right if all parameters are used. A unit with an unused one is never complete by itself: "
+    "send it after the backward, in one order on all ranks",
     "missing collectives": "something that has to travel does not",
     "extra collectives": "something is sent more often than needed",
     "every micro-batch": "each micro-batch is sent: only the one with last=True needs to be",
@@ -66,9 +66,9 @@ MEANING = {  # kind of a fault -> what it usually means
     "whole states": "optimizer states of which a rank needs 1/N are whole, or gradients are kept more than once",
     "pile": "whole gradients pile up until backward ends, or whole parameters are kept: a block's are to be sent and "
     "freed when backward has left it",
-    "error": "the code raised: the line is one of your file",
-    "import": "a name that the cell knows and my_zero.py does not: keep() copies the class alone, so write imports and "
-    "helper functions into the file",
+    "error": "your code raised an error; the line is one of your file",
+    "import": "the notebook has a name that my_zero.py lacks: keep() copies only the class, so write imports "
+    "and helper functions into the file",
     "sizes": "a size does not fit. Usually it is the padding: a buffer has N times the elements of a shard, and zeros "
     "at its end. Else a buffer is too short for a larger block",
     "died": "a rank ended within a collective: usually ranks start collectives of different sizes, or in another order",
